@@ -1,0 +1,44 @@
+//! The plain products: one loop a row, in column order. Everything faster is tested against these.
+
+use crate::Matrix;
+
+/// `y = W x` in f64. The weights are exact (see [`crate::Row::decode_f64`]).
+///
+/// # Panics
+/// If `x` is not `cols` long or `y` not `rows` long.
+pub fn matvec_f64(w: &Matrix, x: &[f64], y: &mut [f64]) {
+    assert_eq!((x.len(), y.len()), (w.cols(), w.rows()));
+    let mut row = vec![0.0; w.cols()];
+    for (r, y) in y.iter_mut().enumerate() {
+        w.row(r).decode_f64(&mut row);
+        *y = row.iter().zip(x).map(|(w, x)| w * x).sum();
+    }
+}
+
+/// `y = W x` in f32, summed in column order.
+///
+/// # Panics
+/// If `x` is not `cols` long or `y` not `rows` long.
+pub fn matvec_f32(w: &Matrix, x: &[f32], y: &mut [f32]) {
+    assert_eq!((x.len(), y.len()), (w.cols(), w.rows()));
+    let mut row = vec![0.0; w.cols()];
+    for (r, y) in y.iter_mut().enumerate() {
+        w.row(r).decode_f32(&mut row);
+        *y = row.iter().zip(x).map(|(w, x)| w * x).sum();
+    }
+}
+
+/// `Y = X W^T` in f64: `x` is `[n, cols]`, `y` is `[n, rows]`, both row-major.
+///
+/// # Panics
+/// If the lengths do not fit.
+pub fn matmul_f64(w: &Matrix, n: usize, x: &[f64], y: &mut [f64]) {
+    assert_eq!((x.len(), y.len()), (n * w.cols(), n * w.rows()));
+    let mut row = vec![0.0; w.cols()];
+    for r in 0..w.rows() {
+        w.row(r).decode_f64(&mut row);
+        for i in 0..n {
+            y[i * w.rows() + r] = row.iter().zip(&x[i * w.cols()..]).map(|(w, x)| w * x).sum();
+        }
+    }
+}
