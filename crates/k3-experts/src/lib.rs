@@ -7,9 +7,12 @@
 //! This crate knows no arithmetic, no device and no model: it moves bytes and counts what it moved.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use k3_quant::Matrix;
+
+mod mapped;
+
+pub use mapped::MappedStore;
 
 /// Index of a routed expert within its layer.
 pub type ExpertId = u32;
@@ -116,6 +119,3 @@ impl fmt::Display for Counters {
         write!(f, "{} experts, {} bytes, {} hits, {} misses", self.requested, self.bytes, self.hits, self.misses)
     }
 }
-
-#[allow(dead_code)]
-fn _unused(_: &AtomicU64, _: Ordering) {}

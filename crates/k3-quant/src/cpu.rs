@@ -1,1 +1,324 @@
-//! The fast host kernels.
+//! The fast host kernels: `Y = X W^T` in f32 for every weight format.
+//!
+//! Each output element is one dot product of a fixed reduction shape: 32 columns at a time into two rows of 16
+//! partial sums, and a fixed tree over those at the end. Products and sums are separate f32 operations (no fused
+//! multiply-add), so the bits do not depend on the number of rows in the batch, on how rows are split over
+//! threads, or on the instruction set that the compiler used. The wider the registers, the faster; nothing else.
+//!
+//! Block formats sum the codes of a block first and apply the block's scale to that sum (`docs/arithmetic.md`
+//! 8.3): for MXFP4 every scale is a power of two, so scaling is exact.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use half::bf16;
+
+use crate::{E2M1, Matrix, Row, WeightFormat};
+
+/// Width of one row of partial sums.
+const LANES: usize = 16;
+/// Columns handled per step, for every format.
+const STEP: usize = 2 * LANES;
+/// Weight rows that are decoded together when a batch has several rows: they stay in the second-level cache
+/// while each activation row is read once.
+const ROW_BLOCK: usize = 8;
+
+/// Activations `[n, cols]` in the order in which the kernels of one weight format read them.
+#[derive(Debug)]
+pub struct Activations {
+    n: usize,
+    cols: usize,
+    /// Row length in `data`: `cols` rounded up to [`STEP`].
+    stride: usize,
+    layout: Layout,
+    data: Vec<f32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Layout {
+    /// Column order.
+    Natural,
+    /// Within 32 columns the 16 even ones, then the 16 odd ones, as packed nibbles come.
+    EvenOdd,
+}
+
+impl Layout {
+    fn of(format: WeightFormat) -> Self {
+        match format {
+            WeightFormat::F32 | WeightFormat::Bf16 => Self::Natural,
+            WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => Self::EvenOdd,
+        }
+    }
+}
+
+impl Activations {
+    /// Prepares `n` rows of `cols` for products with matrices of `format`.
+    ///
+    /// # Panics
+    /// If `x` does not hold `n * cols` values.
+    pub fn new(format: WeightFormat, n: usize, cols: usize, x: &[f32]) -> Self {
+        assert_eq!(x.len(), n * cols);
+        let layout = Layout::of(format);
+        let stride = cols.next_multiple_of(STEP);
+        let mut data = vec![0.0; n * stride];
+        if cols > 0 {
+            for (out, x) in data.chunks_exact_mut(stride).zip(x.chunks_exact(cols)) {
+                match layout {
+                    Layout::Natural => out[..cols].copy_from_slice(x),
+                    Layout::EvenOdd => {
+                        for (out, x) in out.chunks_exact_mut(STEP).zip(x.chunks(STEP)) {
+                            for (c, &x) in x.iter().enumerate() {
+                                out[c % 2 * LANES + c / 2] = x;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Self { n, cols, stride, layout, data }
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> usize {
+        self.n
+    }
+
+    fn row(&self, i: usize) -> &[f32] {
+        &self.data[i * self.stride..(i + 1) * self.stride]
+    }
+}
+
+/// Rows `rows` of `W X^T`: `out` is `[rows.len(), n]`, so that threads can take disjoint ranges of weight rows.
+///
+/// # Panics
+/// If the activations were prepared for another width or kind of format, or `out` has the wrong length.
+pub fn matmul_rows(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+    assert_eq!((x.cols, x.layout), (w.cols(), Layout::of(w.format())), "activations prepared for another matrix");
+    assert!(rows.start <= rows.end && rows.end <= w.rows());
+    assert_eq!(out.len(), rows.len() * x.n);
+    match instruction_set() {
+        InstructionSet::Portable => matmul_rows_portable(w, rows, x, out),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `instruction_set` has found AVX2.
+        InstructionSet::Avx2 => unsafe { matmul_rows_avx2(w, rows, x, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `instruction_set` has found AVX-512 F, BW, DQ and VL.
+        InstructionSet::Avx512 => unsafe { matmul_rows_avx512(w, rows, x, out) },
+    }
+}
+
+/// The same as [`matmul_rows`], compiled for the baseline of the target.
+///
+/// # Panics
+/// As [`matmul_rows`].
+pub fn matmul_rows_portable(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+    matmul_rows_body(w, rows, x, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn matmul_rows_avx2(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+    matmul_rows_body(w, rows, x, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn matmul_rows_avx512(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+    matmul_rows_body(w, rows, x, out);
+}
+
+/// What the kernels of this process are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InstructionSet {
+    /// The target's baseline.
+    Portable,
+    /// 256-bit registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// 512-bit registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+/// The widest instruction set of this machine, found once.
+pub fn instruction_set() -> InstructionSet {
+    static FOUND: OnceLock<InstructionSet> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                return InstructionSet::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") {
+                return InstructionSet::Avx2;
+            }
+        }
+        InstructionSet::Portable
+    })
+}
+
+#[inline(always)]
+fn matmul_rows_body(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+    let n = x.n;
+    if n == 0 {
+        return;
+    }
+    if n == 1 && w.format() == WeightFormat::Bf16 {
+        for (r, out) in rows.zip(out) {
+            if let Row::Bf16(row) = w.row(r) {
+                *out = dot_bf16(row, x.row(0));
+            }
+        }
+        return;
+    }
+    let block = if n == 1 { 1 } else { ROW_BLOCK };
+    let mut values = vec![0.0; block * x.stride];
+    let mut scales = vec![[0.0; 2]; block * (x.stride / STEP)];
+    let steps = x.stride / STEP;
+    for (first, out) in rows.step_by(block).zip(out.chunks_mut(block * n)) {
+        let count = out.len() / n;
+        for k in 0..count {
+            let (values, scales) =
+                (&mut values[k * x.stride..(k + 1) * x.stride], &mut scales[k * steps..(k + 1) * steps]);
+            decode(w.row(first + k), values, scales);
+        }
+        for i in 0..n {
+            let x_row = x.row(i);
+            for k in 0..count {
+                let values = &values[k * x.stride..(k + 1) * x.stride];
+                out[k * n + i] = match x.layout {
+                    Layout::Natural => dot_f32(values, x_row),
+                    Layout::EvenOdd => dot_blocks(values, &scales[k * steps..(k + 1) * steps], x_row),
+                };
+            }
+        }
+        if let Row::Nvfp4 { global, .. } = w.row(first) {
+            out.iter_mut().for_each(|y| *y = global.apply(*y));
+        }
+    }
+}
+
+/// A weight row in the layout of its activations. Block formats leave codes in `values`, and in `scales` two block
+/// scales per 32 columns: the one of lanes 0..8 (columns 0..16) and the one of lanes 8..16.
+#[inline(always)]
+fn decode(row: Row<'_>, values: &mut [f32], scales: &mut [[f32; 2]]) {
+    match row {
+        Row::F32(w) => values[..w.len()].copy_from_slice(w),
+        Row::Bf16(w) => values.iter_mut().zip(w).for_each(|(v, w)| *v = widen(*w)),
+        Row::Mxfp4 { packed, scale } => {
+            decode_codes(packed, values);
+            scales.iter_mut().zip(scale).for_each(|(s, e)| *s = [e.to_f32(); 2]);
+        }
+        Row::Nvfp4 { packed, scale, .. } => {
+            decode_codes(packed, values);
+            for (s, e) in scales.iter_mut().zip(scale.chunks(2)) {
+                // A last half step has no second block; its codes are zero.
+                *s = [e[0].to_f32(), e.get(1).map_or(0.0, |e| e.to_f32())];
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn decode_codes(packed: &[u8], values: &mut [f32]) {
+    for (values, packed) in values.chunks_exact_mut(STEP).zip(packed.chunks(LANES)) {
+        let (even, odd) = values.split_at_mut(LANES);
+        for ((even, odd), &byte) in even.iter_mut().zip(odd).zip(packed) {
+            *even = code_value(byte);
+            *odd = code_value(byte >> 4);
+        }
+    }
+}
+
+/// [`E2M1::to_f32`] of a low nibble without a table: exponent and mantissa bits moved to their place in an f32,
+/// whose bias is then corrected by an exact product. Compilers turn this into vector code.
+#[inline(always)]
+fn code_value(byte: u8) -> f32 {
+    /// `2^(bias of f32 - bias of E2M1)`
+    const REBIAS: f32 = f32::from_bits((127 + 126) << 23);
+    let code = u32::from(byte);
+    f32::from_bits(((code & 7) << 22) | ((code & 8) << 28)) * REBIAS
+}
+
+/// The value of a bf16. Unlike `bf16::to_f32` it does not quiet NaNs, and so compiles to a shift.
+#[inline(always)]
+fn widen(w: bf16) -> f32 {
+    f32::from_bits(u32::from(w.to_bits()) << 16)
+}
+
+#[inline(always)]
+fn dot_bf16(w: &[bf16], x: &[f32]) -> f32 {
+    let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
+    let (steps, rest) = w.as_chunks::<STEP>();
+    let (x_steps, x_rest) = x[..w.len()].as_chunks::<STEP>();
+    for (w, x) in steps.iter().zip(x_steps) {
+        for j in 0..LANES {
+            low[j] += widen(w[j]) * x[j];
+            high[j] += widen(w[LANES + j]) * x[LANES + j];
+        }
+    }
+    for (j, (w, x)) in rest.iter().zip(x_rest).enumerate() {
+        let lane = if j < LANES { &mut low[j] } else { &mut high[j - LANES] };
+        *lane += widen(*w) * x;
+    }
+    tree_sum(low, high)
+}
+
+/// A dot product in the fixed reduction shape of this module; also for products of activations.
+#[inline(always)]
+pub fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
+    debug_assert_eq!(w.len(), x.len());
+    let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
+    let (steps, rest) = w.as_chunks::<STEP>();
+    let (x_steps, x_rest) = x.as_chunks::<STEP>();
+    for (w, x) in steps.iter().zip(x_steps) {
+        for j in 0..LANES {
+            low[j] += w[j] * x[j];
+            high[j] += w[LANES + j] * x[LANES + j];
+        }
+    }
+    for (j, (w, x)) in rest.iter().zip(x_rest).enumerate() {
+        let lane = if j < LANES { &mut low[j] } else { &mut high[j - LANES] };
+        *lane += w * x;
+    }
+    tree_sum(low, high)
+}
+
+#[inline(always)]
+fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
+    let mut sums = [[0.0; LANES]; 2];
+    let (codes, _) = codes.as_chunks::<STEP>();
+    let (x, _) = x.as_chunks::<STEP>();
+    for (b, ((c, x), s)) in codes.iter().zip(x).zip(scales).enumerate() {
+        let sum = &mut sums[b % 2];
+        for j in 0..LANES {
+            sum[j] += s[j / (LANES / 2)] * (c[j] * x[j] + c[LANES + j] * x[LANES + j]);
+        }
+    }
+    tree_sum(sums[0], sums[1])
+}
+
+#[inline(always)]
+fn tree_sum(mut low: [f32; LANES], high: [f32; LANES]) -> f32 {
+    for j in 0..LANES {
+        low[j] += high[j];
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for j in 0..width {
+            low[j] += low[j + width];
+        }
+        width /= 2;
+    }
+    low[0]
+}
+
+/// The value of a code by the arithmetic that the kernels use, for tests against [`E2M1::VALUES`].
+#[doc(hidden)]
+pub fn kernel_code_value(code: E2M1) -> f32 {
+    code_value(code.0)
+}

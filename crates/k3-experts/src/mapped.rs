@@ -1,0 +1,67 @@
+//! The simplest backend: experts are slices of mapped shards, and the page cache decides what stays.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use k3_format::Checkpoint;
+
+use crate::{Arrivals, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore};
+
+/// Hands out experts as slices of the mapped shards, without a copy.
+///
+/// The kernel is told of all experts of a request at once, so that it reads ahead of the arithmetic. Which of them
+/// were in the page cache it does not say: [`Counters::hits`] and [`Counters::misses`] stay 0.
+#[derive(Debug)]
+pub struct MappedStore {
+    checkpoint: Arc<Checkpoint>,
+    requested: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl MappedStore {
+    /// A store over the experts of `checkpoint`. Touches none of them.
+    pub fn new(checkpoint: Arc<Checkpoint>) -> Self {
+        Self { checkpoint, requested: AtomicU64::new(0), bytes: AtomicU64::new(0) }
+    }
+
+    fn expert(&self, layer: usize, id: ExpertId) -> Result<Expert, ExpertError> {
+        let experts = self.checkpoint.config().moe.num_experts;
+        if id as usize >= experts {
+            return Err(ExpertError::Unknown { layer, expert: id, experts });
+        }
+        let found = self
+            .checkpoint
+            .expert(layer, id)
+            .map_err(|source| ExpertError::Read { layer, expert: id, source: Box::new(source) })?;
+        let expert = Expert { id, w1: found.w1, w2: found.w2, w3: found.w3 };
+        let bytes = [&expert.w1, &expert.w2, &expert.w3].iter().map(|m| m.size_bytes() as u64).sum();
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(expert)
+    }
+}
+
+impl ExpertStore for MappedStore {
+    fn fetch<'a>(&'a self, request: ExpertRequest<'_>) -> Arrivals<'a> {
+        let ids = request.experts.to_vec();
+        self.requested.fetch_add(ids.len() as u64, Ordering::Relaxed);
+        for &id in &ids {
+            self.checkpoint.will_need_expert(request.layer, id);
+        }
+        let layer = request.layer;
+        Box::new(ids.into_iter().map(move |id| self.expert(layer, id)))
+    }
+
+    fn prefetch(&self, layer: usize, experts: &[ExpertId]) {
+        for &id in experts {
+            self.checkpoint.will_need_expert(layer, id);
+        }
+    }
+
+    fn counters(&self) -> Counters {
+        Counters {
+            requested: self.requested.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+            ..Counters::default()
+        }
+    }
+}

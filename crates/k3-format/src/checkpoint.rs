@@ -1,0 +1,536 @@
+//! A snapshot directory, opened and checked: the one way in for everything that reads weights.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use k3_quant::Matrix;
+use safetensors::Dtype;
+use serde_json::Value;
+
+use crate::config::{ConfigFile, ExpertFormat, names_routed_experts};
+use crate::content::Content;
+use crate::error::{Error, TensorErrors, TensorProblem, describe};
+use crate::experts::{ExpertLocation, ExpertMatrices, Experts, matrix_name};
+use crate::gate;
+use crate::generation_config::GenerationConfig;
+use crate::identity::CheckpointId;
+use crate::indexer::{self, IndexerResolution, ResolvedBy, Unplaced};
+use crate::names::{Extent, IndexerNames, Names, TableEntry};
+use crate::shard_error::ShardError;
+use crate::shards::{Shards, TensorInfo};
+use crate::survey::Survey;
+use crate::values::{check_vector, read_vector};
+use crate::warning::Warning;
+use crate::{IndexerConfig, ModelConfig, Role, TensorId, Variant};
+
+/// Largest JSON file beside the shards; the release's has 7 kB.
+const MAX_JSON: u64 = 64 << 20;
+
+/// How matrices outside the routed experts get into memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LoadMode {
+    /// Whole, with large reads. Safe against files that change, and fast on network volumes.
+    #[default]
+    Read,
+    /// Mapped: no copy, but each first touch of a page is a small read.
+    Map,
+}
+
+/// Choices of a caller of [`Checkpoint::open`].
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct OpenOptions {
+    /// Names of the indexer tensors, if they are not those of the table.
+    pub indexer_names: Option<IndexerNames>,
+    /// How matrices outside the routed experts are loaded.
+    pub load: LoadMode,
+}
+
+impl OpenOptions {
+    /// The same, with these names for the indexer tensors.
+    #[must_use]
+    pub fn indexer_names(mut self, names: IndexerNames) -> Self {
+        self.indexer_names = Some(names);
+        self
+    }
+
+    /// The same, with matrices loaded in this way.
+    #[must_use]
+    pub fn load(mut self, load: LoadMode) -> Self {
+        self.load = load;
+        self
+    }
+}
+
+/// A Kimi K3 or Kimi K3.1 Pro snapshot whose config, variant and tensors agree (`docs/checkpoint.md` 10).
+#[derive(Debug)]
+pub struct Checkpoint {
+    dir: PathBuf,
+    config: ModelConfig,
+    variant: Variant,
+    generation: GenerationConfig,
+    shards: Shards,
+    names: Names,
+    indexer: Option<IndexerResolution>,
+    experts: Experts,
+    id: CheckpointId,
+    warnings: Vec<Warning>,
+    load: LoadMode,
+    other_bytes: u64,
+}
+
+impl Checkpoint {
+    /// Opens the snapshot in `dir` and checks everything that can be checked without reading large tensors: the
+    /// config, the shards against the index, the variant gate, every tensor's presence, dtype and shape, the layout
+    /// of every routed expert, and the values of small tensors.
+    ///
+    /// # Errors
+    /// [`Error::Config`], [`Error::Shards`], [`Error::Gate`] or [`Error::Tensors`], each with all that is wrong.
+    pub fn open(dir: &Path, options: &OpenOptions) -> Result<Self, Error> {
+        if let Some(names) = &options.indexer_names {
+            names.check()?;
+        }
+        let config_file = dir.join("config.json");
+        let Some(json) = read_json(&config_file)? else {
+            // A wrong path or an unfinished download has a better explanation than one absent file.
+            Shards::open(dir)?;
+            return Err(Error::ReadFile { file: config_file, source: io::ErrorKind::NotFound.into() });
+        };
+        let file = ConfigFile::check(&json, &config_file)?;
+        let generation_file = dir.join("generation_config.json");
+        let generation = match read_json(&generation_file)? {
+            Some(json) => GenerationConfig::check(&json, file.model.vocab_size, &generation_file)?,
+            None => GenerationConfig::default(),
+        };
+        let shards = Shards::open(dir)?;
+        let id = CheckpointId::new(&json, shards.files());
+        let opened = check(file, options, &shards)?;
+        let table_bytes = opened.table_bytes;
+        Ok(Self {
+            dir: dir.to_owned(),
+            config: opened.config,
+            variant: opened.variant,
+            generation,
+            names: opened.names,
+            indexer: opened.indexer,
+            experts: opened.experts,
+            id,
+            warnings: opened.warnings,
+            load: options.load,
+            other_bytes: table_bytes,
+            shards,
+        })
+    }
+
+    /// The snapshot directory, as given.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The language model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Which model it is.
+    pub fn variant(&self) -> Variant {
+        self.variant
+    }
+
+    /// What tells this checkpoint from every other one.
+    pub fn identity(&self) -> CheckpointId {
+        self.id
+    }
+
+    /// Stop tokens and sampling defaults beside `config.json`.
+    pub fn generation_config(&self) -> &GenerationConfig {
+        &self.generation
+    }
+
+    /// What a user should hear once.
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
+    }
+
+    /// The files.
+    pub fn shards(&self) -> &Shards {
+        &self.shards
+    }
+
+    /// The routed experts: where they are and how they are stored.
+    pub fn experts(&self) -> &Experts {
+        &self.experts
+    }
+
+    /// How the routed experts are stored.
+    pub fn expert_format(&self) -> ExpertFormat {
+        self.experts.layout().format
+    }
+
+    /// The indexer tensors' names and how they were found; `None` for Kimi K3.
+    pub fn indexer_names(&self) -> Option<&IndexerResolution> {
+        self.indexer.as_ref()
+    }
+
+    /// The table of names in use.
+    pub fn names(&self) -> &Names {
+        &self.names
+    }
+
+    /// Bytes of the language model without routed experts.
+    pub fn resident_bytes(&self) -> u64 {
+        self.other_bytes
+    }
+
+    /// A tensor of the language model: name, dtype, shape and place.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchTensor`].
+    pub fn tensor(&self, id: TensorId) -> Result<TensorInfo<'_>, Error> {
+        Ok(self.find(id)?.1)
+    }
+
+    fn find(&self, id: TensorId) -> Result<(Extent, TensorInfo<'_>), Error> {
+        let unknown = || Error::NoSuchTensor { id };
+        let entry = self.names.find(&self.config, id).ok_or_else(unknown)?;
+        let name = self.names.name(entry, id.layer);
+        let tensor = self.shards.get(&name).ok_or_else(unknown)?;
+        Ok((entry.extent(&self.config), tensor))
+    }
+
+    /// A weight matrix `[out, in]`, in the type it is stored in.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchTensor`], [`Error::WrongKind`] for a vector, [`Error::Shards`].
+    pub fn matrix(&self, id: TensorId) -> Result<Matrix, Error> {
+        let (extent, tensor) = self.find(id)?;
+        let Extent::Matrix(rows, cols) = extent else { return Err(Error::WrongKind { id, asked: "matrix" }) };
+        let bytes = match self.load {
+            LoadMode::Read => self.shards.read(&tensor)?,
+            LoadMode::Map => self.shards.map(&tensor)?,
+        };
+        let matrix = match tensor.dtype {
+            Dtype::F32 => Matrix::f32(rows, cols, bytes),
+            _ => Matrix::bf16(rows, cols, bytes),
+        };
+        matrix.map_err(|source| Error::Matrix { name: tensor.name.to_owned(), source })
+    }
+
+    /// Everything that is not a matrix, as f32: norms, biases, the taps of a convolution `[channels * taps]`,
+    /// `A_log` cut to its heads, the row of an AttnRes projection.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchTensor`], [`Error::WrongKind`] for a matrix, [`Error::Shards`], [`Error::Tensors`] for values
+    /// that are not finite, or not zero where they must be.
+    pub fn vector(&self, id: TensorId) -> Result<Vec<f32>, Error> {
+        let (extent, tensor) = self.find(id)?;
+        if matches!(extent, Extent::Matrix(..)) {
+            return Err(Error::WrongKind { id, asked: "vector" });
+        }
+        let mut errors = TensorErrors::default();
+        match load_vector(&self.shards, &tensor, extent, &mut errors)? {
+            Some(values) => Ok(values),
+            None => Err(errors.into()),
+        }
+    }
+
+    /// A routed expert, mapped: nothing is copied, and pages are read as they are touched.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchExpert`], [`Error::Shards`].
+    pub fn expert(&self, layer: usize, expert: u32) -> Result<ExpertMatrices, Error> {
+        let layout = self.experts.layout();
+        match self.experts.location(layer, expert)? {
+            ExpertLocation::Run { shard, begin } => {
+                let run = self.shards.map_range(shard, begin, begin + layout.len as u64)?;
+                self.experts.matrices(layer, expert, &run)
+            }
+            ExpertLocation::Scattered(parts) => {
+                let mut bytes: [Bytes; 6] = Default::default();
+                for ((bytes, part), range) in bytes.iter_mut().zip(parts).zip(&layout.parts) {
+                    let end = part.begin + range.len() as u64;
+                    *bytes = self.shards.map_range(part.shard as usize, part.begin, end)?;
+                }
+                self.experts.matrices_of(layer, expert, bytes)
+            }
+        }
+    }
+
+    /// Tells the kernel that a routed expert will be read soon ([`Shards::will_need`]).
+    pub fn will_need_expert(&self, layer: usize, expert: u32) {
+        let layout = self.experts.layout();
+        match self.experts.location(layer, expert) {
+            Ok(ExpertLocation::Run { shard, begin }) => {
+                self.shards.will_need(shard, begin, begin + layout.len as u64);
+            }
+            Ok(ExpertLocation::Scattered(parts)) => {
+                for (part, range) in parts.iter().zip(&layout.parts) {
+                    self.shards.will_need(part.shard as usize, part.begin, part.begin + range.len() as u64);
+                }
+            }
+            // Asking for it is what fails.
+            Err(_) => {}
+        }
+    }
+
+    /// Reads a routed expert into `run`, in the order of [`crate::ExpertLayout::parts`] however it is stored. Give
+    /// the bytes to [`Experts::matrices`] for its matrices.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchExpert`], [`Error::ExpertBuffer`] if `run` is not [`crate::ExpertLayout::len`] bytes long,
+    /// [`Error::Shards`].
+    pub fn read_expert_into(&self, layer: usize, expert: u32, run: &mut [u8]) -> Result<(), Error> {
+        self.experts.check_buffer(layer, expert, run.len())?;
+        match self.experts.location(layer, expert)? {
+            ExpertLocation::Run { shard, begin } => self.shards.read_range(shard, begin, run)?,
+            ExpertLocation::Scattered(parts) => {
+                for (part, range) in parts.iter().zip(&self.experts.layout().parts) {
+                    self.shards.read_range(part.shard as usize, part.begin, &mut run[range.clone()])?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A routed expert, read into memory of its own.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_expert_into`].
+    pub fn read_expert(&self, layer: usize, expert: u32) -> Result<ExpertMatrices, Error> {
+        let mut run = vec![0; self.experts.layout().len];
+        self.read_expert_into(layer, expert, &mut run)?;
+        self.experts.matrices(layer, expert, &Bytes::from(run))
+    }
+}
+
+impl fmt::Display for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {} layers, {} tensors in {} shards, {} bytes of {} experts ({}), {} bytes of other weights",
+            self.variant,
+            self.config.num_hidden_layers(),
+            self.shards.len(),
+            self.shards.files().len(),
+            self.experts.size_bytes(),
+            self.experts.len(),
+            self.expert_format(),
+            self.other_bytes
+        )
+    }
+}
+
+/// What the checks of an opened checkpoint yield.
+struct Checked {
+    config: ModelConfig,
+    variant: Variant,
+    names: Names,
+    indexer: Option<IndexerResolution>,
+    experts: Experts,
+    warnings: Vec<Warning>,
+    table_bytes: u64,
+}
+
+fn check(file: ConfigFile, options: &OpenOptions, shards: &Shards) -> Result<Checked, Error> {
+    let mut survey = Survey::new(&file, shards);
+    let requested = options.indexer_names.as_ref();
+    let (tensors, resolution) =
+        indexer::resolve(&file.model, file.dsa.as_ref(), requested, &survey.unplaced, shards)?;
+    let variant = gate::decide(&file.markers, &tensors)?;
+
+    let mut warnings = config_warnings(&file);
+    let mut errors = std::mem::take(&mut survey.errors);
+    let mut table = survey.table;
+    let mut config = file.model;
+    let names = Names::new(resolution.names.clone());
+    let mut indexer = None;
+    let mut unplaced = survey.unplaced;
+    if variant == Variant::K31 {
+        let placed = place_indexer(&mut unplaced, &resolution.names);
+        config.indexer = indexer_config(file.dsa.as_ref(), &placed, &config, &mut errors);
+        table.extend(placed);
+        if !matches!(resolution.by, ResolvedBy::Table) {
+            warnings.push(Warning::IndexerNames(resolution.clone()));
+        }
+        indexer = Some(resolution);
+    }
+
+    let table_bytes = table.values().map(TensorInfo::byte_len).sum();
+    let mut narrower = Vec::new();
+    for (id, entry) in Names::tensors(&config) {
+        match table.get(&id) {
+            Some(tensor) => check_entry(entry, &config, tensor, shards, &mut errors, &mut narrower)?,
+            None => errors.push(|| TensorProblem::Missing {
+                name: names.name(entry, id.layer),
+                expected: format!("{} {}", entry.release, entry.extent(&config)),
+            }),
+        }
+    }
+    let unknown = unplaced.iter().map(|u| u.tensor.name).chain(survey.unknown_language.iter().copied());
+    for name in unknown {
+        errors.push(|| TensorProblem::Unknown { name: name.to_owned() });
+    }
+    let experts = survey.experts.finish(&config, &file.quantization, shards, &mut errors)?;
+    let Some(experts) = experts.filter(|_| errors.total == 0) else { return Err(errors.into()) };
+
+    if !narrower.is_empty() {
+        warnings.push(Warning::NarrowerThanRelease(narrower));
+    }
+    let (vision, activation_scales, cache_scales) =
+        (survey.vision, survey.activation_scales, survey.cache_scales);
+    if vision + activation_scales + cache_scales > 0 {
+        warnings.push(Warning::Skipped { vision, activation_scales, cache_scales });
+    }
+    if survey.unknown > 0 {
+        warnings.push(Warning::UnknownTensors { count: survey.unknown, first: survey.unknown_named });
+    }
+    if experts.scattered() > 0 {
+        warnings.push(Warning::ScatteredExperts(experts.scattered()));
+    }
+    Ok(Checked { config, variant, names, indexer, experts, warnings, table_bytes })
+}
+
+fn config_warnings(file: &ConfigFile) -> Vec<Warning> {
+    let mut warnings = Vec::new();
+    if !file.unknown_keys.is_empty() {
+        warnings.push(Warning::UnknownConfigKeys(file.unknown_keys.clone()));
+    }
+    if file.quantization.quantizes_activations {
+        warnings.push(Warning::ActivationsNotQuantized);
+    }
+    let layer = file.model.first_k_dense_replace;
+    if layer < file.model.num_hidden_layers() {
+        for entry in file.quantization.ignore.iter().filter(|entry| names_routed_experts(entry)) {
+            let tensor = format!("{}.weight_scale", matrix_name(layer, 0, 0));
+            warnings.push(Warning::IgnoredModuleIsQuantized { tensor, entry: entry.clone() });
+        }
+    }
+    warnings
+}
+
+/// Takes the indexer tensors out of `unplaced`.
+fn place_indexer<'a>(unplaced: &mut Vec<Unplaced<'a>>, names: &IndexerNames) -> HashMap<TensorId, TensorInfo<'a>> {
+    let roles = names.all();
+    let mut placed = HashMap::new();
+    unplaced.retain(|u| match roles.iter().find(|(_, name)| *name == u.suffix) {
+        Some((role, _)) => placed.insert(TensorId::layer(u.layer, *role), u.tensor).is_some(),
+        None => true,
+    });
+    placed
+}
+
+/// The indexer, with what `dsa_config` leaves out taken from the shapes of the first layer that has one. The check
+/// of all shapes against it comes later.
+fn indexer_config(
+    dsa: Option<&crate::DsaConfig>,
+    placed: &HashMap<TensorId, TensorInfo<'_>>,
+    config: &ModelConfig,
+    errors: &mut TensorErrors,
+) -> Option<IndexerConfig> {
+    let dsa = dsa?;
+    let first = placed.keys().filter_map(|id| id.layer).min();
+    let mut rows = |given: Option<usize>, role| {
+        if given.is_some() {
+            return given;
+        }
+        let tensor = placed.get(&TensorId { layer: first, role })?;
+        let rows = match *tensor.shape {
+            [rows, cols] if cols == config.hidden_size as u64 => usize::try_from(rows).ok(),
+            _ => None,
+        };
+        let rows = rows.filter(|rows| (1..=crate::config::MAX_WIDTH).contains(rows));
+        if rows.is_none() {
+            errors.push(|| TensorProblem::Shape {
+                name: tensor.name.to_owned(),
+                expected: format!("[rows, {}], which dsa_config leaves to the tensors", config.hidden_size),
+                found: format!("{:?}", tensor.shape),
+            });
+        }
+        rows
+    };
+    let head_dim = rows(dsa.head_dim, Role::IndexerWk);
+    let n_heads = rows(dsa.n_heads, Role::IndexerWeightsProj);
+    Some(IndexerConfig { n_heads: n_heads?, head_dim: head_dim?, topk: dsa.topk })
+}
+
+/// Dtype, shape, and for vectors (but not the larger convolutions) the values.
+fn check_entry(
+    entry: &TableEntry,
+    config: &ModelConfig,
+    tensor: &TensorInfo<'_>,
+    shards: &Shards,
+    errors: &mut TensorErrors,
+    narrower: &mut Vec<String>,
+) -> Result<(), Error> {
+    let extent = entry.extent(config);
+    let mut good = true;
+    if !matches!(tensor.dtype, Dtype::BF16 | Dtype::F32) {
+        good = false;
+        errors.push(|| TensorProblem::Dtype {
+            name: tensor.name.to_owned(),
+            expected: "BF16 or F32".to_owned(),
+            found: tensor.dtype.to_string(),
+        });
+    } else if tensor.dtype == Dtype::BF16 && entry.release == Dtype::F32 {
+        narrower.push(tensor.name.to_owned());
+    }
+    if !extent.accepts(tensor.shape) {
+        good = false;
+        errors.push(|| TensorProblem::Shape {
+            name: tensor.name.to_owned(),
+            expected: extent.to_string(),
+            found: format!("{:?}", tensor.shape),
+        });
+    }
+    if good && !matches!(extent, Extent::Matrix(..) | Extent::Conv(..)) {
+        load_vector(shards, tensor, extent, errors)?;
+    }
+    Ok(())
+}
+
+/// The checked values of a vector; `None` if `errors` says what is wrong with them.
+fn load_vector(
+    shards: &Shards,
+    tensor: &TensorInfo<'_>,
+    extent: Extent,
+    errors: &mut TensorErrors,
+) -> Result<Option<Vec<f32>>, Error> {
+    let Some(mut values) = read_vector(shards, tensor)? else {
+        errors.push(|| TensorProblem::Dtype {
+            name: tensor.name.to_owned(),
+            expected: "BF16 or F32".to_owned(),
+            found: describe(tensor),
+        });
+        return Ok(None);
+    };
+    match check_vector(&mut values, extent) {
+        Ok(()) => Ok(Some(values)),
+        Err(what) => {
+            errors.push(|| TensorProblem::Value { name: tensor.name.to_owned(), what });
+            Ok(None)
+        }
+    }
+}
+
+/// A small JSON file; `None` if there is none.
+fn read_json(file: &Path) -> Result<Option<Value>, Error> {
+    let failed = |source| Error::ReadFile { file: file.to_owned(), source };
+    match std::fs::metadata(file) {
+        // A dangling link is a file that should be there.
+        Err(e) if e.kind() == io::ErrorKind::NotFound && file.symlink_metadata().is_err() => return Ok(None),
+        Err(e) => return Err(failed(e)),
+        Ok(meta) if meta.len() > MAX_JSON => {
+            let why = format!("{} bytes, at most {MAX_JSON} expected", meta.len());
+            return Err(failed(io::Error::new(io::ErrorKind::FileTooLarge, why)));
+        }
+        Ok(_) => {}
+    }
+    let bytes = std::fs::read(file).map_err(failed)?;
+    serde_json::from_slice(&bytes).map(Some).map_err(|source| match Content::recognise(&bytes) {
+        Content::Json | Content::Text(_) | Content::Unknown(_) => Error::Json { file: file.to_owned(), source },
+        content => ShardError::WrongContent { path: file.to_owned(), expected: "a JSON file", content }.into(),
+    })
+}

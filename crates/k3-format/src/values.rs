@@ -1,0 +1,35 @@
+//! Float tensors as f32, by the dtype in their header (`docs/checkpoint.md` 4: never by expectation).
+
+use safetensors::Dtype;
+
+use crate::names::Extent;
+use crate::error::Error;
+use crate::shards::{Shards, TensorInfo};
+
+/// All values of a BF16 or F32 tensor; `None` for other types.
+pub(crate) fn read_vector(shards: &Shards, tensor: &TensorInfo<'_>) -> Result<Option<Vec<f32>>, Error> {
+    let widen: fn(&[u8]) -> Vec<f32> = match tensor.dtype {
+        Dtype::F32 => |bytes| {
+            bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+        },
+        Dtype::BF16 => |bytes| {
+            bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
+        },
+        _ => return Ok(None),
+    };
+    Ok(Some(widen(&shards.read(tensor)?)))
+}
+
+/// Cuts the padding of a per-head vector, and says what is wrong with the values if anything is.
+pub(crate) fn check_vector(values: &mut Vec<f32>, extent: Extent) -> Result<(), String> {
+    if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+        return Err(format!("value {at} is {}, which is not a finite number", values[at]));
+    }
+    let used = extent.elements();
+    if let Some(at) = values.iter().skip(used).position(|v| *v != 0.0) {
+        let at = used + at;
+        return Err(format!("value {at} is {}, but all behind the first {used} must be zero", values[at]));
+    }
+    values.truncate(used);
+    Ok(())
+}

@@ -1,0 +1,54 @@
+//! The scalar functions of the model, in f64. Devices narrow the result.
+
+/// Added to the sum of squares in KDA's L2 norm of q and k (`docs/arithmetic.md` 5.2).
+pub const L2_NORM_EPS: f64 = 1e-6;
+
+/// Epsilon of `q_a_layernorm` and `kv_a_layernorm`. The vendor builds these two norms without passing an epsilon, so
+/// they take the class default and not `rms_norm_eps`; several other engines use 1e-5 (`docs/arithmetic.md` 4).
+pub const LORA_NORM_EPS: f64 = 1e-6;
+
+/// Epsilon of the indexer's LayerNorm. Uncertain: no modelling code of K3.1 is public; this is the value of
+/// DeepSeek-V3.2's indexer, which K3.1's is described after (`docs/arithmetic.md` 7.1).
+pub const INDEX_NORM_EPS: f64 = 1e-6;
+
+/// Added to the sum of router weights before dividing by it (`docs/arithmetic.md` 8.2).
+pub const ROUTER_SUM_EPS: f64 = 1e-20;
+
+/// `max(x, 0)`. Unlike [`f64::max`] it hands NaN on.
+#[inline]
+pub fn relu(x: f64) -> f64 {
+    if x < 0.0 { 0.0 } else { x }
+}
+
+/// `1 / (1 + exp(-x))`
+#[inline]
+pub fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// `x * sigmoid(x)`
+#[inline]
+pub fn silu(x: f64) -> f64 {
+    x * sigmoid(x)
+}
+
+/// SiTU-GLU: `beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta)`. The sigmoid sees the uncapped
+/// gate (`docs/arithmetic.md` 8.1).
+#[inline]
+pub fn situ_glu(gate: f64, up: f64, beta: f64, linear_beta: f64) -> f64 {
+    beta * (gate / beta).tanh() * sigmoid(gate) * (linear_beta * (up / linear_beta).tanh())
+}
+
+/// KDA's log decay `lower_bound * sigmoid(exp(a_log) * z)`, in `(lower_bound, 0)`. `a_log` is one scalar a head
+/// (`docs/arithmetic.md` 5.3).
+#[inline]
+pub fn kda_log_decay(z: f64, a_log: f64, lower_bound: f64) -> f64 {
+    lower_bound * sigmoid(a_log.exp() * z)
+}
+
+/// Weights of the selected experts from their unbiased scores, in rank order (`docs/arithmetic.md` 8.2).
+pub fn router_weights(scores: &[f64], renormalize: bool, scaling_factor: f64) -> Vec<f64> {
+    let sum: f64 = scores.iter().sum::<f64>() + ROUTER_SUM_EPS;
+    let divisor = if renormalize && scores.len() > 1 { sum } else { 1.0 };
+    scores.iter().map(|s| s / divisor * scaling_factor).collect()
+}

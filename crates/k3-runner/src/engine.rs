@@ -1,0 +1,205 @@
+//! A checkpoint on a device, and sequences on it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use k3_experts::{ExpertStore, MappedStore};
+use k3_format::{Checkpoint, OpenOptions};
+use k3_graph::{
+    Device, DeviceError, Logits, LogitsWanted, Model, ModelOptions, Observer, SequenceState, Silent, Span,
+};
+
+use crate::{Error, RunError};
+
+/// How to open a checkpoint.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct EngineOptions {
+    /// How files are read, and names that are not the released ones.
+    pub open: OpenOptions,
+    /// Truncated stacks, and K3.1 without its indexer.
+    pub model: ModelOptions,
+    /// Tokens that prefill hands to the model at once. Working memory grows with it; the result does not depend
+    /// on it.
+    pub chunk_tokens: usize,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self { open: OpenOptions::default(), model: ModelOptions::default(), chunk_tokens: 512 }
+    }
+}
+
+/// What opening is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OpenProgress {
+    /// Files are checked; weights follow.
+    Checked,
+    /// Pinned weights of `layers` of `of` layers are loaded.
+    Loaded {
+        /// Layers done.
+        layers: usize,
+        /// Layers to load.
+        of: usize,
+    },
+}
+
+/// A checkpoint that runs on a device.
+pub struct Engine<D: Device> {
+    model: Model<D>,
+    store: Arc<dyn ExpertStore>,
+    checkpoint: Arc<Checkpoint>,
+    chunk_tokens: usize,
+}
+
+/// One sequence: the state, and the ids that led to it.
+pub struct Sequence<D: Device> {
+    pub(crate) state: SequenceState<D>,
+    pub(crate) tokens: Vec<u32>,
+}
+
+impl<D: Device> Clone for Sequence<D> {
+    fn clone(&self) -> Self {
+        Self { state: self.state.clone(), tokens: self.tokens.clone() }
+    }
+}
+
+impl<D: Device> std::fmt::Debug for Sequence<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sequence").field("tokens", &self.tokens.len()).field("state", &self.state).finish()
+    }
+}
+
+impl<D: Device> Sequence<D> {
+    /// Ids consumed so far.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Number of ids consumed.
+    pub fn position(&self) -> usize {
+        self.state.position()
+    }
+
+    /// The model's state.
+    pub fn state(&self) -> &SequenceState<D> {
+        &self.state
+    }
+}
+
+impl<D: Device> Engine<D> {
+    /// Checks the snapshot in `dir` and loads its pinned weights. No routed expert is touched.
+    pub fn open(
+        dir: impl AsRef<Path>,
+        device: D,
+        options: &EngineOptions,
+        progress: &mut dyn FnMut(OpenProgress),
+    ) -> Result<Self, Error> {
+        let dir = dir.as_ref();
+        let checkpoint = Checkpoint::open(dir, &options.open)
+            .map_err(|source| Error::Checkpoint { dir: dir.into(), source: Box::new(source) })?;
+        progress(OpenProgress::Checked);
+        let checkpoint = Arc::new(checkpoint);
+        let store = Arc::new(MappedStore::new(checkpoint.clone()));
+        Self::with_store(checkpoint, store, device, options, progress)
+    }
+
+    /// The same over an open checkpoint and a store of the caller's.
+    pub fn with_store(
+        checkpoint: Arc<Checkpoint>,
+        store: Arc<dyn ExpertStore>,
+        device: D,
+        options: &EngineOptions,
+        progress: &mut dyn FnMut(OpenProgress),
+    ) -> Result<Self, Error> {
+        let dir: PathBuf = checkpoint.dir().into();
+        let model = Model::load(
+            device,
+            checkpoint.config().clone(),
+            &*checkpoint,
+            &options.model,
+            &mut |layers, of| progress(OpenProgress::Loaded { layers, of }),
+        )
+        .map_err(|source| Error::Load { dir, source })?;
+        Ok(Self { model, store, checkpoint, chunk_tokens: options.chunk_tokens.max(1) })
+    }
+
+    /// The files.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// The weights.
+    pub fn model(&self) -> &Model<D> {
+        &self.model
+    }
+
+    /// The routed experts.
+    pub fn store(&self) -> &dyn ExpertStore {
+        &*self.store
+    }
+
+    /// Tokens that prefill hands to the model at once.
+    pub fn chunk_tokens(&self) -> usize {
+        self.chunk_tokens
+    }
+
+    /// Changes [`EngineOptions::chunk_tokens`]. No result depends on it.
+    pub fn set_chunk_tokens(&mut self, tokens: usize) {
+        self.chunk_tokens = tokens.max(1);
+    }
+
+    /// A sequence without tokens.
+    pub fn new_sequence(&self) -> Result<Sequence<D>, DeviceError> {
+        Ok(Sequence { state: self.model.new_state()?, tokens: Vec::new() })
+    }
+
+    /// Consumes `tokens` in chunks and returns the logits after the last of them.
+    pub fn prefill(&self, sequence: &mut Sequence<D>, tokens: &[u32]) -> Result<Logits, RunError> {
+        self.run(sequence, tokens, LogitsWanted::Last, &mut Silent)
+    }
+
+    /// Consumes one token and returns the logits after it.
+    pub fn decode(&self, sequence: &mut Sequence<D>, token: u32) -> Result<Logits, RunError> {
+        self.run(sequence, &[token], LogitsWanted::Last, &mut Silent)
+    }
+
+    /// Consumes `tokens` in chunks, with an observer, and returns the logits wanted.
+    ///
+    /// A prompt that does not fit the context is refused whole, never cut.
+    pub fn run(
+        &self,
+        sequence: &mut Sequence<D>,
+        tokens: &[u32],
+        wanted: LogitsWanted,
+        observer: &mut dyn Observer,
+    ) -> Result<Logits, RunError> {
+        if tokens.is_empty() {
+            return Err(RunError::EmptyPrompt);
+        }
+        let (position, context) = (sequence.position(), self.model.config().max_position_embeddings);
+        if position + tokens.len() > context {
+            return Err(RunError::PromptTooLong { prompt: tokens.len(), position, context });
+        }
+        let mut logits = Logits::default();
+        let chunks = tokens.chunks(self.chunk_tokens);
+        let last = chunks.len() - 1;
+        for (i, chunk) in chunks.enumerate() {
+            let want = match wanted {
+                LogitsWanted::Last if i < last => LogitsWanted::None,
+                other => other,
+            };
+            let span = Span { state: &mut sequence.state, tokens: chunk, logits: want };
+            let part = self
+                .model
+                .forward(&mut [span], &*self.store, observer)?
+                .pop()
+                .expect("one result for one span")?;
+            sequence.tokens.extend_from_slice(chunk);
+            logits.width = part.width;
+            logits.values.extend(part.values);
+        }
+        Ok(logits)
+    }
+}

@@ -1,0 +1,201 @@
+//! Sequences on the fixtures: continue, save, restore, stop, cancel.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+use k3_graph::{Cpu, Device, LogitsWanted, ModelOptions, Reference, Silent};
+use k3_runner::{
+    Engine, EngineOptions, Event, Finish, Generate, LogitsHash, RunError, Sampling, SavedStateError,
+};
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
+}
+
+fn open_with<D: Device>(name: &str, device: D, options: &EngineOptions) -> Engine<D> {
+    Engine::open(fixture(name), device, options, &mut |_| {}).unwrap()
+}
+
+fn open(name: &str) -> Engine<Cpu> {
+    open_with(name, Cpu::new(2).unwrap(), &EngineOptions::default())
+}
+
+fn prompt(n: u32) -> Vec<u32> {
+    (0..n).map(|i| 3 + i * 7919 % 500).collect()
+}
+
+fn quiet(_: Event) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// Hash of the logits after `rest`, consumed after `sequence`.
+fn finish<D: Device>(engine: &Engine<D>, sequence: &mut k3_runner::Sequence<D>, rest: &[u32]) -> LogitsHash {
+    LogitsHash::of(&engine.run(sequence, rest, LogitsWanted::All, &mut Silent).unwrap().values)
+}
+
+fn save_and_restore<D: Device>(name: &str, device: impl Fn() -> D) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("state");
+    let ids = prompt(60);
+    let engine = open_with(name, device(), &EngineOptions::default());
+    let mut sequence = engine.new_sequence().unwrap();
+    engine.prefill(&mut sequence, &ids[..41]).unwrap();
+    engine.save(&sequence, &path).unwrap();
+    let uninterrupted = finish(&engine, &mut sequence, &ids[41..]);
+    drop(engine);
+
+    // As a new process would: everything opened anew.
+    let engine = open_with(name, device(), &EngineOptions::default());
+    let mut restored = engine.restore(&path).unwrap();
+    assert_eq!((restored.position(), restored.tokens()), (41, &ids[..41]));
+    assert_eq!(finish(&engine, &mut restored, &ids[41..]), uninterrupted, "{name}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
+}
+
+#[test]
+fn a_saved_sequence_continues_with_the_same_bits() {
+    for name in ["tiny-k3", "tiny-k31", "dims-k31"] {
+        save_and_restore(name, || Cpu::new(2).unwrap());
+    }
+    save_and_restore("tiny-k31", || Reference);
+}
+
+#[test]
+fn an_empty_sequence_can_be_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = open("tiny-k31");
+    let path = dir.path().join("state");
+    engine.save(&engine.new_sequence().unwrap(), &path).unwrap();
+    assert_eq!(engine.restore(&path).unwrap().position(), 0);
+}
+
+/// One byte changed anywhere, in the header, the checksum or the values, or one byte more or less: refused.
+#[test]
+fn a_damaged_state_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("state");
+    let engine = open("tiny-k31");
+    let mut sequence = engine.new_sequence().unwrap();
+    engine.prefill(&mut sequence, &prompt(20)).unwrap();
+    engine.save(&sequence, &path).unwrap();
+    let good = std::fs::read(&path).unwrap();
+    let refused = |bytes: &[u8], what: &str| {
+        std::fs::write(&path, bytes).unwrap();
+        assert!(engine.restore(&path).is_err(), "{what}");
+    };
+    let header = 8 + u64::from_le_bytes(*good.first_chunk().unwrap()) as usize;
+    let values = (header..good.len()).step_by(good.len() / 40);
+    for at in (0..header).step_by(3).chain(values).chain([good.len() - 1]) {
+        for flip in [0x01, 0x20] {
+            let mut bad = good.clone();
+            bad[at] ^= flip;
+            refused(&bad, &format!("byte {at} of {} changed by {flip:#x}", good.len()));
+        }
+    }
+    refused(&good[..good.len() - 1], "a byte short");
+    refused(&[&good[..], &[0]].concat(), "a byte long");
+    refused(&[], "empty");
+    std::fs::write(&path, &good).unwrap();
+    engine.restore(&path).unwrap();
+}
+
+#[test]
+fn a_state_of_something_else_is_refused_with_the_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("state");
+    let k31 = open("tiny-k31");
+    let mut sequence = k31.new_sequence().unwrap();
+    k31.prefill(&mut sequence, &prompt(20)).unwrap();
+    k31.save(&sequence, &path).unwrap();
+
+    let mismatch = |result: Result<(), SavedStateError>, expected: &str| match result {
+        Err(SavedStateError::Mismatch { what, .. }) => assert_eq!(what, expected),
+        other => panic!("{expected}: {other:?}"),
+    };
+    mismatch(open("tiny-k3").restore(&path).map(drop), "checkpoint");
+    let reference = open_with("tiny-k31", Reference, &EngineOptions::default());
+    mismatch(reference.restore(&path).map(drop), "device");
+    let mut options = EngineOptions::default();
+    options.model = ModelOptions::default().with_layers(Some(5));
+    mismatch(open_with("tiny-k31", Cpu::new(1).unwrap(), &options).restore(&path).map(drop), "layers");
+    options.model = ModelOptions::default().with_ignore_indexer(true);
+    mismatch(open_with("tiny-k31", Cpu::new(1).unwrap(), &options).restore(&path).map(drop), "attention to");
+    assert!(matches!(k31.restore(dir.path().join("absent")), Err(SavedStateError::Io { .. })));
+    assert!(matches!(
+        k31.restore(fixture("tiny-k31").join("expected.safetensors")),
+        Err(SavedStateError::NotAState { .. })
+    ));
+}
+
+/// A copy goes its own way, and the original is where it was.
+#[test]
+fn a_clone_is_a_snapshot() {
+    let engine = open("tiny-k31");
+    let ids = prompt(50);
+    let mut sequence = engine.new_sequence().unwrap();
+    engine.prefill(&mut sequence, &ids[..30]).unwrap();
+    let mut copy = sequence.clone();
+    let first = finish(&engine, &mut sequence, &ids[30..]);
+    assert_eq!(finish(&engine, &mut copy, &ids[30..]), first);
+}
+
+#[test]
+fn generation_stops_for_a_reason_and_says_which() {
+    let engine = open("tiny-k31");
+    let ids = prompt(20);
+    let greedy = Generate { max_tokens: 12, sampling: Sampling::greedy(), ignore_eos: true, ..Generate::default() };
+    let mut sequence = engine.new_sequence().unwrap();
+    let mut heard = Vec::new();
+    let reply = engine
+        .generate(&mut sequence, &ids, &greedy, &mut |event| {
+            if let Event::Token(id) = event {
+                heard.push(id);
+            }
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+    assert_eq!((reply.finish, reply.tokens.len(), reply.prompt_tokens), (Finish::Length, 12, 20));
+    assert_eq!(heard, reply.tokens);
+    // All but the last are consumed, so the conversation can go on.
+    assert_eq!(sequence.tokens(), [&ids[..], &reply.tokens[..11]].concat());
+
+    let stop = reply.tokens[4];
+    let at = reply.tokens.iter().position(|t| *t == stop).unwrap();
+    let request = Generate { stop: vec![stop], ..greedy.clone() };
+    let reply = engine.generate(&mut engine.new_sequence().unwrap(), &ids, &request, &mut quiet).unwrap();
+    assert_eq!((reply.finish, reply.tokens.len()), (Finish::Stop(stop), at + 1));
+
+    let mut tokens = 0;
+    let reply = engine
+        .generate(&mut engine.new_sequence().unwrap(), &ids, &greedy, &mut |event| {
+            tokens += usize::from(matches!(event, Event::Token(_)));
+            if tokens == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })
+        .unwrap();
+    assert_eq!((reply.finish, reply.tokens.len()), (Finish::Cancelled, 3));
+}
+
+#[test]
+fn a_cancelled_prefill_leaves_an_unusable_sequence() {
+    let engine = open("tiny-k3");
+    let mut sequence = engine.new_sequence().unwrap();
+    let reply = engine
+        .generate(&mut sequence, &prompt(9), &Generate::default(), &mut |_| ControlFlow::Break(()))
+        .unwrap();
+    assert_eq!((reply.finish, reply.tokens.len()), (Finish::Cancelled, 0));
+    assert!(sequence.state().is_broken());
+    assert!(engine.prefill(&mut sequence, &[5]).is_err());
+    assert!(matches!(engine.save(&sequence, "/nonexistent"), Err(SavedStateError::State { .. })));
+}
+
+/// The prompt is never cut; nothing is consumed of one that does not fit.
+#[test]
+fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
+    let engine = open("tiny-k3");
+    let mut sequence = engine.new_sequence().unwrap();
+    let error = engine.prefill(&mut sequence, &prompt(5000)).unwrap_err();
+    assert!(matches!(error, RunError::PromptTooLong { prompt: 5000, context: 4096, .. }), "{error}");
+    assert!(error.to_string().contains("5000") && error.to_string().contains("4096"));
+    assert!(matches!(engine.prefill(&mut sequence, &[]), Err(RunError::EmptyPrompt)));
+    engine.prefill(&mut sequence, &[5]).unwrap();
+}
