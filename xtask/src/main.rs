@@ -1,1 +1,40 @@
-fn main() {}
+//! `cargo xtask`: commands of this workspace that are more than cargo.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use xtask::{bench, synth};
+
+/// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", version, arg_required_else_help = true)]
+#[command(after_help = "\
+Each command explains itself with examples: `cargo xtask synth --help`.
+Warnings about checkpoints go to stderr; RUST_LOG=debug shows more, RUST_LOG=error less.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Write a random but complete checkpoint of either variant, at any size
+    Synth(synth::Args),
+    Bench(bench::Args),
+}
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let result = match Cli::parse().command {
+        Command::Synth(args) => synth::run(&args),
+        Command::Bench(args) => bench::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -116,6 +116,10 @@ pub enum ExpertError {
 
 impl fmt::Display for Counters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} experts, {} bytes, {} hits, {} misses", self.requested, self.bytes, self.hits, self.misses)
+        write!(
+            f,
+            "{} experts, {} bytes, {} hits, {} misses",
+            self.requested, self.bytes, self.hits, self.misses
+        )
     }
 }

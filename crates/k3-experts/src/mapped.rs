@@ -29,10 +29,11 @@ impl MappedStore {
         if id as usize >= experts {
             return Err(ExpertError::Unknown { layer, expert: id, experts });
         }
-        let found = self
-            .checkpoint
-            .expert(layer, id)
-            .map_err(|source| ExpertError::Read { layer, expert: id, source: Box::new(source) })?;
+        let found = self.checkpoint.expert(layer, id).map_err(|source| ExpertError::Read {
+            layer,
+            expert: id,
+            source: Box::new(source),
+        })?;
         let expert = Expert { id, w1: found.w1, w2: found.w2, w3: found.w3 };
         let bytes = [&expert.w1, &expert.w2, &expert.w3].iter().map(|m| m.size_bytes() as u64).sum();
         self.bytes.fetch_add(bytes, Ordering::Relaxed);

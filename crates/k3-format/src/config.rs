@@ -197,7 +197,7 @@ fn read_model(
     quantization: Option<&QuantizationConfig>,
 ) -> ReadModel {
     let width = 1..=MAX_WIDTH;
-    let positive = "a number above 0";
+    let positive = "a number from 1e-6 to 1e6";
 
     text.only("model_type", "kimi_linear", "the language model of both supported variants");
     let hidden_size = text.int("hidden_size", width.clone(), "width of the depth stream");
@@ -206,9 +206,9 @@ fn read_model(
     let eps = |x| x > 0.0 && x < 1.0;
     let rms_norm_eps = text.float("rms_norm_eps", "a number between 0 and 1", eps, "epsilon of the RMSNorms");
     text.only("hidden_act", "situ", "the only activation implemented");
-    let gate_cap = text.float("activation_situ_beta", positive, |x| x > 0.0, "cap of the gate in SiTU-GLU");
+    let gate_cap = text.float("activation_situ_beta", positive, is_factor, "cap of the gate in SiTU-GLU");
     let reason = "cap of the up projection in SiTU-GLU; null, no cap, is not implemented";
-    let up_cap = text.float("activation_situ_linear_beta", positive, |x| x > 0.0, reason);
+    let up_cap = text.float("activation_situ_linear_beta", positive, is_factor, reason);
     let reason = "AttnRes snapshot period; null, plain residuals, is not implemented";
     let attn_res_block_size = text.int("attn_res_block_size", 1..=MAX_LAYERS, reason);
     let reason = "layers below it have the dense MLP";
@@ -258,6 +258,11 @@ fn read_model(
     ReadModel { config, layers, unknown_keys }
 }
 
+/// A number that f32 arithmetic can multiply with.
+fn is_factor(x: f64) -> bool {
+    (1e-6..=1e6).contains(&x)
+}
+
 fn read_mla(text: &mut Fields<'_>) -> Option<MlaConfig> {
     let width = 1..=MAX_WIDTH;
     let num_heads = text.int("num_attention_heads", width.clone(), "attention heads of the MLA layers");
@@ -283,12 +288,23 @@ fn read_mla(text: &mut Fields<'_>) -> Option<MlaConfig> {
     };
     let (heads, nope, extra, value) =
         (mla.num_heads, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim);
-    let product = |name: &str, width: Option<usize>| width.is_none_or(|n| n > MAX_WIDTH).then(|| name.to_owned());
-    let too_wide = product("num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)", heads.checked_mul(nope + extra))
-        .or_else(|| product("num_attention_heads * (qk_nope_head_dim + v_head_dim)", heads.checked_mul(nope + value)))
-        .or_else(|| product("kv_lora_rank + qk_rope_head_dim", mla.kv_lora_rank.checked_add(extra)));
+    let product =
+        |name: &str, width: Option<usize>| width.is_none_or(|n| n > MAX_WIDTH).then(|| name.to_owned());
+    let too_wide = product(
+        "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)",
+        heads.checked_mul(nope + extra),
+    )
+    .or_else(|| {
+        product("num_attention_heads * (qk_nope_head_dim + v_head_dim)", heads.checked_mul(nope + value))
+    })
+    .or_else(|| product("kv_lora_rank + qk_rope_head_dim", mla.kv_lora_rank.checked_add(extra)));
     if let Some(product) = too_wide {
-        text.problem("num_attention_heads", format!("{product} of at most {MAX_WIDTH}"), Some(&heads.into()), "rows of one tensor");
+        text.problem(
+            "num_attention_heads",
+            format!("{product} of at most {MAX_WIDTH}"),
+            Some(&heads.into()),
+            "rows of one tensor",
+        );
         return None;
     }
     Some(mla)
@@ -298,7 +314,8 @@ fn read_kda(
     text: &mut Fields<'_>,
     num_layers: Option<usize>,
 ) -> (Option<KdaConfig>, Option<Vec<crate::AttentionKind>>, Vec<String>) {
-    let Some(mut fields) = text.object("linear_attn_config", "the Kimi Delta Attention and the layer map") else {
+    let Some(mut fields) = text.object("linear_attn_config", "the Kimi Delta Attention and the layer map")
+    else {
         return (None, None, Vec::new());
     };
     let width = 1..=MAX_WIDTH;
@@ -306,7 +323,8 @@ fn read_kda(
     let head_dim = fields.int("head_dim", width.clone(), "key and value width of a KDA head");
     let taps = fields.int("short_conv_kernel_size", 1..=1024, "taps of the short convolutions");
     let reason = "it selects the bounded gate; null would select another formula, which is not implemented";
-    let bound = fields.float("gate_lower_bound", "a number from -5 to below 0", |x| (-5.0..0.0).contains(&x), reason);
+    let bound =
+        fields.float("gate_lower_bound", "a number from -5 to below 0", |x| (-5.0..0.0).contains(&x), reason);
     fields.only("use_full_rank_gate", true, "a low-rank output gate (g_a_proj, g_b_proj) is not implemented");
     let layers = layer_map::read(&mut fields, num_layers);
     let kda = (|| {
@@ -337,7 +355,8 @@ fn read_moe(text: &mut Fields<'_>, quantization: Option<&QuantizationConfig>) ->
     if topk == Alias::Absent {
         text.problem("num_experts_per_token", format!("an integer from 1 to {most}"), None, reason);
     }
-    let num_shared_experts = text.int("num_shared_experts", width.clone(), "shared experts, fused into one MLP");
+    let num_shared_experts =
+        text.int("num_shared_experts", width.clone(), "shared experts, fused into one MLP");
     let inner = text.int("moe_intermediate_size", width.clone(), "inner width of a routed expert");
     let reason = "width of the latent of the routed experts; null, experts at full width, is not implemented";
     let latent = text.int("routed_expert_hidden_size", width, reason);
@@ -355,7 +374,7 @@ fn read_moe(text: &mut Fields<'_>, quantization: Option<&QuantizationConfig>) ->
     text.only("moe_router_activation_func", "sigmoid", "the only router implemented");
     let renormalize = text.boolean("moe_renormalize", "whether the weights of the chosen experts sum to 1");
     let reason = "multiplies the weights of the chosen experts";
-    let scaling = text.float("routed_scaling_factor", "a number above 0", |x| x > 0.0, reason);
+    let scaling = text.float("routed_scaling_factor", "a number from 1e-6 to 1e6", is_factor, reason);
     let grouped = "group-limited expert selection is not implemented; with one group it is no limit";
     _ = text.boolean("use_grouped_topk", grouped);
     text.only("num_expert_group", 1, grouped);
@@ -372,7 +391,12 @@ fn read_moe(text: &mut Fields<'_>, quantization: Option<&QuantizationConfig>) ->
     };
     if moe.num_shared_experts.checked_mul(moe.moe_intermediate_size).is_none_or(|n| n > MAX_WIDTH) {
         let expected = format!("num_shared_experts * moe_intermediate_size of at most {MAX_WIDTH}");
-        text.problem("num_shared_experts", expected, Some(&moe.num_shared_experts.into()), "rows of one tensor");
+        text.problem(
+            "num_shared_experts",
+            expected,
+            Some(&moe.num_shared_experts.into()),
+            "rows of one tensor",
+        );
         return None;
     }
     Some(moe)

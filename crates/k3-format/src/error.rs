@@ -108,7 +108,9 @@ pub enum TensorProblem {
     #[error("{name}: expected {expected}, found {found}")]
     Dtype { name: String, expected: String, found: String },
     /// Its shape does not follow from the config.
-    #[error("{name}: expected shape {expected}, found {found}; config.json and weights do not belong together")]
+    #[error(
+        "{name}: expected shape {expected}, found {found}; config.json and weights do not belong together"
+    )]
     Shape { name: String, expected: String, found: String },
     /// A part of the language model that this engine does not know.
     #[error("{name}: not a tensor of this model; running without it would run another model")]

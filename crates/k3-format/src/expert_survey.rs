@@ -37,10 +37,7 @@ const PARTS: [(u8, &str); 6] = [
 
 const FORMATS: [(ExpertFormat, u8); 3] = [
     (ExpertFormat::Mxfp4, seen::WEIGHT_PACKED | seen::SCALE_E8M0),
-    (
-        ExpertFormat::Nvfp4CompressedTensors,
-        seen::WEIGHT_PACKED | seen::SCALE_E4M3 | seen::GLOBAL_DIVISOR,
-    ),
+    (ExpertFormat::Nvfp4CompressedTensors, seen::WEIGHT_PACKED | seen::SCALE_E4M3 | seen::GLOBAL_DIVISOR),
     (ExpertFormat::Nvfp4ModelOpt, seen::WEIGHT | seen::SCALE_E4M3 | seen::GLOBAL_FACTOR),
 ];
 
@@ -135,7 +132,8 @@ impl ExpertSurvey {
             layers.clone().flat_map(|layer| (0..config.moe.num_experts).map(move |expert| (layer, expert)))
         };
         let none = Found::default();
-        let get = |(layer, expert): (usize, usize)| self.found.get(&(layer as u32, expert as u32)).unwrap_or(&none);
+        let get =
+            |(layer, expert): (usize, usize)| self.found.get(&(layer as u32, expert as u32)).unwrap_or(&none);
         for id in experts() {
             let found = get(id);
             for (matrix, &seen) in found.seen.iter().enumerate() {
@@ -165,8 +163,13 @@ impl ExpertSurvey {
                 experts().flat_map(|id| get(id).at.map(|matrix| matrix[GLOBAL])).collect();
             let values = read_scalars(shards, &places)?;
             for (i, value) in values.iter().enumerate().filter(|(_, v)| !v.is_normal() || **v < 0.0) {
-                let (layer, expert) = (layers.start + i / 3 / config.moe.num_experts, i / 3 % config.moe.num_experts);
-                let part = if format == ExpertFormat::Nvfp4ModelOpt { "weight_scale_2" } else { "weight_global_scale" };
+                let (layer, expert) =
+                    (layers.start + i / 3 / config.moe.num_experts, i / 3 % config.moe.num_experts);
+                let part = if format == ExpertFormat::Nvfp4ModelOpt {
+                    "weight_scale_2"
+                } else {
+                    "weight_global_scale"
+                };
                 errors.push(|| TensorProblem::Value {
                     name: format!("{}.{part}", matrix_name(layer, expert, i % 3)),
                     what: format!("the scale of a matrix must be a normal number above 0, found {value}"),

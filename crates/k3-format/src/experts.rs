@@ -96,7 +96,11 @@ pub struct Experts {
 }
 
 impl Experts {
-    pub(crate) fn new(config: &ModelConfig, layout: ExpertLayout, parts: impl Iterator<Item = [PartLocation; 6]>) -> Self {
+    pub(crate) fn new(
+        config: &ModelConfig,
+        layout: ExpertLayout,
+        parts: impl Iterator<Item = [PartLocation; 6]>,
+    ) -> Self {
         let mut scattered = Vec::new();
         let slots = parts
             .map(|parts| {
@@ -181,7 +185,12 @@ impl Experts {
         if found == expected { Ok(()) } else { Err(Error::ExpertBuffer { layer, expert, expected, found }) }
     }
 
-    pub(crate) fn matrices_of(&self, layer: usize, expert: u32, parts: [Bytes; 6]) -> Result<ExpertMatrices, Error> {
+    pub(crate) fn matrices_of(
+        &self,
+        layer: usize,
+        expert: u32,
+        parts: [Bytes; 6],
+    ) -> Result<ExpertMatrices, Error> {
         let globals = self.global_scales(layer, expert)?;
         let [a, b, c, d, e, f] = parts;
         let matrix = |which: usize, packed: Bytes, scale: Bytes| {

@@ -33,7 +33,9 @@ impl Markers {
         let present = |value: Option<&Value>| value.is_some_and(|v| !v.is_null());
         let text = json.get("text_config");
         Self {
-            model_type: json.get("model_type").map(|v| v.as_str().map_or_else(|| show(Some(v)), str::to_owned)),
+            model_type: json
+                .get("model_type")
+                .map(|v| v.as_str().map_or_else(|| show(Some(v)), str::to_owned)),
             text_config: present(text),
             dsa_config: present(text.and_then(|t| t.get("dsa_config"))),
         }
@@ -130,7 +132,12 @@ pub enum GateError {
     IndexerTensorsOnK3 { found: usize },
     /// T is neither none nor all.
     #[error("the indexer is there in part: {}{}", partial(*.found, .missing, .outside), by_shape_note(.by_shape.as_ref()))]
-    IndexerTensorsPartial { found: usize, missing: Vec<String>, outside: Vec<String>, by_shape: Option<String> },
+    IndexerTensorsPartial {
+        found: usize,
+        missing: Vec<String>,
+        outside: Vec<String>,
+        by_shape: Option<String>,
+    },
 }
 
 fn by_shape_note(note: Option<&String>) -> String {

@@ -44,9 +44,9 @@ impl GenerationConfig {
         };
         let temperature = float("temperature", "a number from 0", |x| x >= 0.0);
         let top_p = float("top_p", "a number above 0 and at most 1", |x| x > 0.0 && x <= 1.0);
-        let top_k = fields.get_optional("top_k").and_then(|value| {
-            fields.int_value("top_k", Some(value), 0..=u32::MAX as usize, sampling)
-        });
+        let top_k = fields
+            .get_optional("top_k")
+            .and_then(|value| fields.int_value("top_k", Some(value), 0..=u32::MAX as usize, sampling));
         let problems = fields.into_problems();
         if !problems.is_empty() {
             return refused(problems);

@@ -48,7 +48,9 @@ impl fmt::Display for IndexerResolution {
             ResolvedBy::Table => "indexer tensors found under the proposed names:",
             ResolvedBy::Caller => "indexer tensors found under the given names:",
             ResolvedBy::ShapeAndName => "indexer tensors found by shape, key norm gain and bias by name:",
-            ResolvedBy::ShapeAndValues => "indexer tensors found by shape, key norm gain and bias by their values:",
+            ResolvedBy::ShapeAndValues => {
+                "indexer tensors found by shape, key norm gain and bias by their values:"
+            }
         })?;
         let n = &self.names;
         write!(
@@ -129,13 +131,15 @@ fn by_shape(
     }
     let none = BTreeMap::new();
     let mut full = full_attention_layers(config).map(|layer| (layer, layers.get(&layer).unwrap_or(&none)));
-    let Some((first_layer, first)) = full.next() else { return Ok(Err("there is no full-attention layer".into())) };
+    let Some((first_layer, first)) = full.next() else {
+        return Ok(Err("there is no full-attention layer".into()));
+    };
     if first.len() != 5 {
         return Ok(Err(format!("layer {first_layer} has {} unknown tensors, not 5", first.len())));
     }
     for (layer, here) in full {
-        let alike = here.len() == 5
-            && here.iter().zip(first).all(|((a, x), (b, y))| a == b && x.shape == y.shape);
+        let alike =
+            here.len() == 5 && here.iter().zip(first).all(|((a, x), (b, y))| a == b && x.shape == y.shape);
         if !alike {
             return Ok(Err(format!("the unknown tensors of layers {first_layer} and {layer} differ")));
         }
@@ -213,7 +217,8 @@ fn by_values<'a>(
     for layer in full_attention_layers(config) {
         let mut is_gain = [false; 2];
         for (suffix, is_gain) in [a, b].into_iter().zip(&mut is_gain) {
-            let Some(values) = layers.get(&layer).and_then(|l| l.get(suffix)).map(|t| read_vector(shards, t)) else {
+            let Some(values) = layers.get(&layer).and_then(|l| l.get(suffix)).map(|t| read_vector(shards, t))
+            else {
                 return Ok(Err(format!("layer {layer} has no {suffix}")));
             };
             let Some(values) = values? else { return Ok(Err(format!("{suffix} is neither BF16 nor F32"))) };

@@ -153,7 +153,9 @@ pub static TABLE: &[TableEntry] = {
         spec(Model, Role::OutputAttnResProj, "language_model.model.output_attn_res_proj.weight", BF16, |c| {
             RowVector(c.hidden_size)
         }),
-        spec(Model, Role::LmHead, "language_model.lm_head.weight", BF16, |c| Matrix(c.vocab_size, c.hidden_size)),
+        spec(Model, Role::LmHead, "language_model.lm_head.weight", BF16, |c| {
+            Matrix(c.vocab_size, c.hidden_size)
+        }),
         spec(EveryLayer, Role::InputLayernorm, "input_layernorm.weight", BF16, |c| Vector(c.hidden_size)),
         spec(EveryLayer, Role::PostAttentionLayernorm, "post_attention_layernorm.weight", BF16, |c| {
             Vector(c.hidden_size)
@@ -166,11 +168,21 @@ pub static TABLE: &[TableEntry] = {
         }),
         spec(EveryLayer, Role::MlpResNorm, "mlp_res_norm.weight", BF16, |c| Vector(c.hidden_size)),
         spec(EveryLayer, Role::MlpResProj, "mlp_res_proj.weight", BF16, |c| RowVector(c.hidden_size)),
-        spec(Kda, Role::GProj, "self_attn.g_proj.weight", BF16, |c| Matrix(c.kda.projection_size(), c.hidden_size)),
-        spec(Kda, Role::OProj, "self_attn.o_proj.weight", BF16, |c| Matrix(c.hidden_size, c.kda.projection_size())),
-        spec(Kda, Role::QProj, "self_attn.q_proj.weight", BF16, |c| Matrix(c.kda.projection_size(), c.hidden_size)),
-        spec(Kda, Role::KProj, "self_attn.k_proj.weight", BF16, |c| Matrix(c.kda.projection_size(), c.hidden_size)),
-        spec(Kda, Role::VProj, "self_attn.v_proj.weight", BF16, |c| Matrix(c.kda.projection_size(), c.hidden_size)),
+        spec(Kda, Role::GProj, "self_attn.g_proj.weight", BF16, |c| {
+            Matrix(c.kda.projection_size(), c.hidden_size)
+        }),
+        spec(Kda, Role::OProj, "self_attn.o_proj.weight", BF16, |c| {
+            Matrix(c.hidden_size, c.kda.projection_size())
+        }),
+        spec(Kda, Role::QProj, "self_attn.q_proj.weight", BF16, |c| {
+            Matrix(c.kda.projection_size(), c.hidden_size)
+        }),
+        spec(Kda, Role::KProj, "self_attn.k_proj.weight", BF16, |c| {
+            Matrix(c.kda.projection_size(), c.hidden_size)
+        }),
+        spec(Kda, Role::VProj, "self_attn.v_proj.weight", BF16, |c| {
+            Matrix(c.kda.projection_size(), c.hidden_size)
+        }),
         spec(Kda, Role::QConv1d, "self_attn.q_conv1d.weight", F32, |c| {
             Conv(c.kda.projection_size(), c.kda.short_conv_kernel_size)
         }),
@@ -216,15 +228,27 @@ pub static TABLE: &[TableEntry] = {
             let (heads, width) = indexer(c);
             Matrix(heads * width, c.mla.q_lora_rank)
         }),
-        spec(Indexer, Role::IndexerWk, "self_attn.indexer.wk.weight", BF16, |c| Matrix(indexer(c).1, c.hidden_size)),
-        spec(Indexer, Role::IndexerKNormWeight, "self_attn.indexer.k_norm.weight", BF16, |c| Vector(indexer(c).1)),
-        spec(Indexer, Role::IndexerKNormBias, "self_attn.indexer.k_norm.bias", BF16, |c| Vector(indexer(c).1)),
+        spec(Indexer, Role::IndexerWk, "self_attn.indexer.wk.weight", BF16, |c| {
+            Matrix(indexer(c).1, c.hidden_size)
+        }),
+        spec(Indexer, Role::IndexerKNormWeight, "self_attn.indexer.k_norm.weight", BF16, |c| {
+            Vector(indexer(c).1)
+        }),
+        spec(Indexer, Role::IndexerKNormBias, "self_attn.indexer.k_norm.bias", BF16, |c| {
+            Vector(indexer(c).1)
+        }),
         spec(Indexer, Role::IndexerWeightsProj, "self_attn.indexer.weights_proj.weight", BF16, |c| {
             Matrix(indexer(c).0, c.hidden_size)
         }),
-        spec(Dense, Role::MlpGateProj, "mlp.gate_proj.weight", BF16, |c| Matrix(c.intermediate_size, c.hidden_size)),
-        spec(Dense, Role::MlpUpProj, "mlp.up_proj.weight", BF16, |c| Matrix(c.intermediate_size, c.hidden_size)),
-        spec(Dense, Role::MlpDownProj, "mlp.down_proj.weight", BF16, |c| Matrix(c.hidden_size, c.intermediate_size)),
+        spec(Dense, Role::MlpGateProj, "mlp.gate_proj.weight", BF16, |c| {
+            Matrix(c.intermediate_size, c.hidden_size)
+        }),
+        spec(Dense, Role::MlpUpProj, "mlp.up_proj.weight", BF16, |c| {
+            Matrix(c.intermediate_size, c.hidden_size)
+        }),
+        spec(Dense, Role::MlpDownProj, "mlp.down_proj.weight", BF16, |c| {
+            Matrix(c.hidden_size, c.intermediate_size)
+        }),
         spec(Moe, Role::RouterGate, "block_sparse_moe.gate.weight", BF16, |c| {
             Matrix(c.moe.num_experts, c.hidden_size)
         }),
@@ -274,7 +298,8 @@ pub struct IndexerNames {
 
 impl Default for IndexerNames {
     fn default() -> Self {
-        let name = |role| TABLE.iter().find(|s| s.role == role).map_or_else(String::new, |s| s.suffix.to_owned());
+        let name =
+            |role| TABLE.iter().find(|s| s.role == role).map_or_else(String::new, |s| s.suffix.to_owned());
         Self {
             query: name(Role::IndexerWqB),
             key: name(Role::IndexerWk),
@@ -291,8 +316,11 @@ impl IndexerNames {
     /// # Errors
     /// The file cannot be read, is not the JSON object described above, or names a tensor twice or not at all.
     pub fn load(file: &Path) -> Result<Self, Error> {
-        let bytes = std::fs::read(file).map_err(|source| Error::ReadFile { file: file.to_owned(), source })?;
+        let bytes =
+            std::fs::read(file).map_err(|source| Error::ReadFile { file: file.to_owned(), source })?;
+        // Through a map, because serde reads a list as a struct, too.
         let names: Self = serde_json::from_slice(&bytes)
+            .and_then(|map| serde_json::from_value(serde_json::Value::Object(map)))
             .map_err(|source| Error::Json { file: file.to_owned(), source })?;
         names.check()?;
         Ok(names)
@@ -358,7 +386,12 @@ impl Names {
     }
 
     /// The line of the table that a name stands for in layer `layer`, if this model has it.
-    pub fn by_suffix(&self, config: &ModelConfig, layer: Option<usize>, suffix: &str) -> Option<&'static TableEntry> {
+    pub fn by_suffix(
+        &self,
+        config: &ModelConfig,
+        layer: Option<usize>,
+        suffix: &str,
+    ) -> Option<&'static TableEntry> {
         let lines = self.by_suffix.get(suffix)?;
         lines.iter().map(|&line| &TABLE[line]).find(|spec| exists(config, spec.place, layer))
     }
@@ -409,6 +442,7 @@ pub(crate) fn split_layer(name: &str) -> Option<(usize, &str)> {
 
 /// A number without sign, leading zeros or overflow.
 pub(crate) fn index(digits: &str) -> Option<usize> {
-    let canonical = digits.bytes().all(|b| b.is_ascii_digit()) && (digits.len() == 1 || !digits.starts_with('0'));
+    let canonical =
+        digits.bytes().all(|b| b.is_ascii_digit()) && (digits.len() == 1 || !digits.starts_with('0'));
     canonical.then(|| digits.parse().ok()).flatten()
 }

@@ -4,7 +4,10 @@ use std::fmt;
 
 /// The part of the model that a tensor plays. Names and shapes: [`crate::names`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(missing_docs, reason = "each variant is the tensor of that name; the table in names.rs documents them")]
+#[allow(
+    missing_docs,
+    reason = "each variant is the tensor of that name; the table in names.rs documents them"
+)]
 pub enum Role {
     // Model level.
     EmbedTokens,

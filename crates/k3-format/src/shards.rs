@@ -1,11 +1,11 @@
 //! All shards of a checkpoint: found, diagnosed, indexed by tensor name, read and mapped.
 
-#[cfg(target_os = "linux")]
-use std::num::NonZeroU64;
 use std::fmt;
 use std::fs;
 use std::hash::BuildHasher as _;
 use std::io;
+#[cfg(target_os = "linux")]
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -97,7 +97,13 @@ impl Shards {
             hasher: hashbrown::DefaultHashBuilder::default(),
             read_cap: MAX_READ_BYTES,
         };
-        for (file, header) in open_all(dir, &names)? {
+        let opened = open_all(dir, &names)?;
+        // Grown by doubling, the arenas would set the peak of an open.
+        let total = |of: fn(&Header) -> usize| opened.iter().map(|(_, header)| of(header)).sum();
+        shards.names.reserve_exact(total(|header| header.names.len()));
+        shards.dims.reserve_exact(total(|header| header.dims.len()));
+        shards.entries.reserve_exact(total(|header| header.entries.len()));
+        for (file, header) in opened {
             shards.add(file, &header)?;
         }
         if let Some(index) = index {
@@ -197,7 +203,9 @@ impl Shards {
     /// reads nothing itself, and where it is not understood nothing happens.
     pub fn will_need(&self, shard: usize, begin: u64, end: u64) {
         #[cfg(target_os = "linux")]
-        if let (Ok(file), Some(len)) = (self.checked(shard, begin, end), NonZeroU64::new(end.saturating_sub(begin))) {
+        if let (Ok(file), Some(len)) =
+            (self.checked(shard, begin, end), NonZeroU64::new(end.saturating_sub(begin)))
+        {
             let _ = rustix::fs::fadvise(&file.file, begin, Some(len), rustix::fs::Advice::WillNeed);
         }
         #[cfg(not(target_os = "linux"))]

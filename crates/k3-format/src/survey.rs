@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use crate::TensorId;
 use crate::config::ConfigFile;
 use crate::error::TensorErrors;
 use crate::expert_survey::{ExpertSurvey, Visit};
@@ -9,7 +10,6 @@ use crate::experts::EXPERTS_PREFIX;
 use crate::indexer::Unplaced;
 use crate::names::{IndexerNames, LANGUAGE_MODEL, Names, split_layer};
 use crate::shards::{Shards, TensorInfo};
-use crate::TensorId;
 
 /// Parts of the checkpoint that text generation does not need.
 const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "mm_projector."];

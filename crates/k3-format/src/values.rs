@@ -2,19 +2,17 @@
 
 use safetensors::Dtype;
 
-use crate::names::Extent;
 use crate::error::Error;
+use crate::names::Extent;
 use crate::shards::{Shards, TensorInfo};
 
 /// All values of a BF16 or F32 tensor; `None` for other types.
 pub(crate) fn read_vector(shards: &Shards, tensor: &TensorInfo<'_>) -> Result<Option<Vec<f32>>, Error> {
     let widen: fn(&[u8]) -> Vec<f32> = match tensor.dtype {
-        Dtype::F32 => |bytes| {
-            bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
-        },
-        Dtype::BF16 => |bytes| {
-            bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
-        },
+        Dtype::F32 => |bytes| bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+        Dtype::BF16 => {
+            |bytes| bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
+        }
         _ => return Ok(None),
     };
     Ok(Some(widen(&shards.read(tensor)?)))

@@ -198,10 +198,10 @@ fn header_json(
             dtype: *dtype,
             shape: shape.clone(),
         })?;
-        let name = quoted(name);
+        let (name, shape) = (quoted(name), serde_json::Value::from(shape.as_slice()));
         let _ = write!(
             json,
-            "{separator}{name}:{{\"dtype\":\"{dtype}\",\"shape\":{shape:?},\"data_offsets\":[{at},{end}]}}"
+            "{separator}{name}:{{\"dtype\":\"{dtype}\",\"shape\":{shape},\"data_offsets\":[{at},{end}]}}"
         );
         (at, separator) = (end, ",");
     }

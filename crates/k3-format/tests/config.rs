@@ -137,7 +137,10 @@ fn the_published_configs_are_read_without_a_warning() {
         assert_eq!((model.first_k_dense_replace, model.intermediate_size), (1, 33_792));
         assert_eq!(model.max_position_embeddings, 1_048_576);
         assert_eq!((model.mla.num_heads, model.mla.q_lora_rank, model.mla.kv_lora_rank), (96, 1536, 512));
-        assert_eq!((model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim, model.mla.v_head_dim), (128, 64, 128));
+        assert_eq!(
+            (model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim, model.mla.v_head_dim),
+            (128, 64, 128)
+        );
         assert_eq!((model.kda.num_heads, model.kda.head_dim, model.kda.short_conv_kernel_size), (96, 128, 4));
         assert_eq!(model.kda.gate_lower_bound, -5.0);
         assert_eq!((model.moe.num_experts, model.moe.num_experts_per_token), (896, 16));
@@ -199,7 +202,9 @@ fn null_is_no_value_for_a_required_field() {
 
 #[test]
 fn a_value_of_the_wrong_type_is_refused_for_every_field() {
-    for key in REQUIRED.iter().chain(&REQUIRED_TOO).chain(&["dsa_config", "num_nextn_predict_layers", "topk_method"]) {
+    for key in
+        REQUIRED.iter().chain(&REQUIRED_TOO).chain(&["dsa_config", "num_nextn_predict_layers", "topk_method"])
+    {
         for wrong in [json!({"a": 1}), json!("7168 "), json!([[1]]), json!(-7), json!(1e30)] {
             let path = format!("text_config.{key}");
             // An object without the right keys is still an object, and a list of nothing right is still a list.
@@ -401,7 +406,10 @@ fn both_nvfp4_conventions_are_read() {
     let mut json = parse(K31);
     let q = "text_config.quantization_config";
     set(&mut json, &format!("{q}.format"), json!("nvfp4-pack-quantized"));
-    assert_eq!(fields(&refused(&json, "group 32")), [format!("{q}.config_groups.group_0.weights.group_size")]);
+    assert_eq!(
+        fields(&refused(&json, "group 32")),
+        [format!("{q}.config_groups.group_0.weights.group_size")]
+    );
     set(&mut json, &format!("{q}.config_groups.group_0.weights.group_size"), json!(16));
     // Groups of 16 allow widths that MXFP4 does not.
     set(&mut json, "text_config.moe_intermediate_size", json!(3088));
@@ -482,7 +490,8 @@ fn the_wrapper_must_be_one_of_two() {
             other => panic!("expected a gate error, got {other:?}"),
         }
     };
-    let other = |found: Option<&str>| GateError::UnsupportedModelType { model_type: found.map(str::to_owned) };
+    let other =
+        |found: Option<&str>| GateError::UnsupportedModelType { model_type: found.map(str::to_owned) };
     assert_eq!(gate(&|j| set(j, "model_type", json!("kimi_k2"))), other(Some("kimi_k2")));
     assert_eq!(gate(&|j| set(j, "model_type", json!(3))), other(Some("3")));
     assert_eq!(gate(&|j| _ = remove(j, "model_type")), other(None));

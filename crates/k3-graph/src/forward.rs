@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use k3_experts::{ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase};
+use k3_experts::{Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase};
+use k3_format::MoeConfig;
 
 use crate::device::{
     Conv, Device, DeviceError, ExpertUse, IndexQuery, KdaStep, MlaAttend, Routing, Selected, Selection,
@@ -63,7 +64,9 @@ pub type SpanResult = Result<Logits, SpanError>;
 #[non_exhaustive]
 pub enum SpanError {
     /// A value that is not a number, or infinite, where a decision depends on it.
-    #[error("not a finite number at position {position}, {place}: the weights on this path or the state are damaged")]
+    #[error(
+        "not a finite number at position {position}, {place}: the weights on this path or the state are damaged"
+    )]
     NonFinite {
         /// Position of the token in its sequence.
         position: usize,
@@ -157,6 +160,28 @@ pub enum ForwardError {
         expected: usize,
         /// Handed over.
         found: usize,
+    },
+    /// The store handed over an expert that was not asked for, or one a second time.
+    #[error(
+        "the expert store handed over expert {expert} of layer {layer}, which was not asked for or came before"
+    )]
+    UnexpectedExpert {
+        /// 0-based layer.
+        layer: usize,
+        /// The expert.
+        expert: ExpertId,
+    },
+    /// The store handed over matrices of other sizes than the config says.
+    #[error("expert {expert} of layer {layer} came as {found}, [{}, {}] expected", expected.0, expected.1)]
+    ExpertShape {
+        /// 0-based layer.
+        layer: usize,
+        /// The expert.
+        expert: ExpertId,
+        /// Rows and columns.
+        expected: (usize, usize),
+        /// The matrix.
+        found: String,
     },
     /// The device failed.
     #[error(transparent)]
@@ -473,10 +498,9 @@ impl<D: Device> Pass<'_, '_, D> {
         }
 
         // All reads are issued before anything else is computed; experts are used as they arrive.
-        let plan = ExpertPlan::new(&routing, self.model.config.moe.num_experts);
+        let mut plan = ExpertPlan::new(&routing, self.model.config.moe.num_experts);
         let store = self.store;
-        let mut arrivals =
-            store.fetch(ExpertRequest { layer: l, experts: &plan.wanted, phase: self.phase });
+        let mut arrivals = store.fetch(ExpertRequest { layer: l, experts: &plan.wanted, phase: self.phase });
         let shared = self.gated_mlp(&w.shared_experts, x)?;
         let z = device.linear(&w.routed_expert_down_proj, x)?;
         let latent = self.model.config.moe.routed_expert_hidden_size;
@@ -484,8 +508,8 @@ impl<D: Device> Pass<'_, '_, D> {
         let mut found = 0;
         for expert in &mut arrivals {
             let expert = expert?;
-            let uses = &plan.uses[expert.id as usize];
-            device.expert_ffn(expert, &z, uses, self.model.situ_caps(), &mut outputs)?;
+            let uses = plan.take(l, &expert, &self.model.config.moe)?;
+            device.expert_ffn(expert, &z, &uses, self.model.situ_caps(), &mut outputs)?;
             found += 1;
         }
         drop(arrivals);
@@ -627,5 +651,29 @@ impl ExpertPlan {
             (0..num_experts as u32).filter(|&e| !uses[e as usize].is_empty()).collect();
         wanted.sort_by_key(|&e| (best_rank[e as usize], usize::MAX - uses[e as usize].len(), e));
         Self { wanted, uses }
+    }
+
+    /// The uses of an expert that came, if it was still to come and has the right sizes.
+    fn take(
+        &mut self,
+        layer: usize,
+        expert: &Expert,
+        config: &MoeConfig,
+    ) -> Result<Vec<ExpertUse>, ForwardError> {
+        let id = expert.id;
+        let uses = self.uses.get_mut(id as usize).map(std::mem::take).unwrap_or_default();
+        if uses.is_empty() {
+            return Err(ForwardError::UnexpectedExpert { layer, expert: id });
+        }
+        let (inner, latent) = (config.moe_intermediate_size, config.routed_expert_hidden_size);
+        let shapes =
+            [(&expert.w1, (inner, latent)), (&expert.w2, (latent, inner)), (&expert.w3, (inner, latent))];
+        for (matrix, expected) in shapes {
+            if (matrix.rows(), matrix.cols()) != expected {
+                let found = format!("{matrix:?}");
+                return Err(ForwardError::ExpertShape { layer, expert: id, expected, found });
+            }
+        }
+        Ok(uses)
     }
 }

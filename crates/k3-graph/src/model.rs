@@ -1,6 +1,8 @@
 //! The weights of the model on a device.
 
-use k3_format::{AttentionKind, IndexerConfig, ModelConfig, Role, SourceError, TensorId, Variant, WeightSource};
+use k3_format::{
+    AttentionKind, IndexerConfig, ModelConfig, Role, SourceError, TensorId, Variant, WeightSource,
+};
 
 use crate::device::{Device, DeviceError, RouterRule, SituCaps};
 use crate::state::{ExportedState, SequenceState, StateError};
@@ -166,6 +168,7 @@ pub(crate) enum Mlp<D: Device> {
     Moe(Moe<D>),
 }
 
+#[allow(clippy::struct_field_names, reason = "named as in the checkpoint")]
 pub(crate) struct GatedMlp<D: Device> {
     /// `[inner, E]`
     pub(crate) gate_proj: D::Linear,
@@ -200,7 +203,11 @@ impl<D: Device> Loader<'_, D> {
     fn linear(&self, id: TensorId, out: usize, input: usize) -> Result<D::Linear, LoadError> {
         let m = self.source.matrix(id).map_err(|source| LoadError::Source { id, source })?;
         if (m.rows(), m.cols()) != (out, input) {
-            return Err(LoadError::Shape { id, expected: format!("[{out}, {input}]"), found: format!("{m:?}") });
+            return Err(LoadError::Shape {
+                id,
+                expected: format!("[{out}, {input}]"),
+                found: format!("{m:?}"),
+            });
         }
         self.device.load_linear(m).map_err(|source| LoadError::Device { id, source })
     }
@@ -399,13 +406,7 @@ impl<D: Device> Model<D> {
 
     /// A state that [`SequenceState::export`] gave, on this device.
     pub fn import_state(&self, exported: &ExportedState) -> Result<SequenceState<D>, StateError> {
-        SequenceState::import(
-            &self.device,
-            &self.config,
-            self.layers.len(),
-            self.indexer.as_ref(),
-            exported,
-        )
+        SequenceState::import(&self.device, &self.config, self.layers.len(), self.indexer.as_ref(), exported)
     }
 
     pub(crate) fn situ_caps(&self) -> SituCaps {

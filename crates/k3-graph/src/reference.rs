@@ -86,10 +86,8 @@ fn softmax(scores: &mut [f64]) {
 
 impl Reference {
     fn attn_res_row(sources: &[&Rows], row: usize, score: &[f64], eps: f64) -> Vec<f64> {
-        let mut weights: Vec<f64> = sources
-            .iter()
-            .map(|v| dot(v.row(row), score) / (mean_square(v.row(row)) + eps).sqrt())
-            .collect();
+        let mut weights: Vec<f64> =
+            sources.iter().map(|v| dot(v.row(row), score) / (mean_square(v.row(row)) + eps).sqrt()).collect();
         softmax(&mut weights);
         weights
     }
@@ -180,7 +178,12 @@ impl Device for Reference {
         Ok(x.map2(gate, |x, g| x * sigmoid(g)))
     }
 
-    fn attn_res_weights(&self, sources: &[&Rows], score: &Vec<f64>, eps: f64) -> Result<Vec<f32>, DeviceError> {
+    fn attn_res_weights(
+        &self,
+        sources: &[&Rows],
+        score: &Vec<f64>,
+        eps: f64,
+    ) -> Result<Vec<f32>, DeviceError> {
         let rows = 0..sources[0].len();
         Ok(rows.flat_map(|r| Self::attn_res_row(sources, r, score, eps)).map(|w| w as f32).collect())
     }
@@ -216,8 +219,7 @@ impl Device for Reference {
             for r in s.rows.clone() {
                 window.extend_from_slice(x.row(r));
                 for (c, y) in y.row_mut(r).iter_mut().enumerate() {
-                    let sum: f64 =
-                        (0..kernel).map(|j| taps[c * kernel + j] * window[j * x.width + c]).sum();
+                    let sum: f64 = (0..kernel).map(|j| taps[c * kernel + j] * window[j * x.width + c]).sum();
                     *y = silu(sum);
                 }
                 window.drain(..x.width);
@@ -409,9 +411,9 @@ impl Device for Reference {
                 continue;
             };
             let weights: Vec<f64> = order[..k].iter().map(|&e| s[e as usize]).collect();
-            let gap = order.get(k).map_or(f64::INFINITY, |&next| {
-                biased[order[k - 1] as usize] - biased[next as usize]
-            });
+            let gap = order
+                .get(k)
+                .map_or(f64::INFINITY, |&next| biased[order[k - 1] as usize] - biased[next as usize]);
             let weights = router_weights(&weights, rule.renormalize, rule.scaling_factor);
             routing.push(&order[..k], &weights, gap);
         }

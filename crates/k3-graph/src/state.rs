@@ -65,13 +65,17 @@ pub struct ExportedState {
 #[non_exhaustive]
 pub enum StateError {
     /// The pass that last used it failed.
-    #[error("the sequence state is incomplete: a forward pass over it failed at position {position}; go back to an earlier snapshot")]
+    #[error(
+        "the sequence state is incomplete: a forward pass over it failed at position {position}; go back to an earlier snapshot"
+    )]
     Broken {
         /// Where the failed pass started.
         position: usize,
     },
     /// It was computed by other arithmetic.
-    #[error("the state was computed on device `{found}`, this is `{expected}`: its values would not continue bit-exactly")]
+    #[error(
+        "the state was computed on device `{found}`, this is `{expected}`: its values would not continue bit-exactly"
+    )]
     Device {
         /// The device at hand.
         expected: &'static str,

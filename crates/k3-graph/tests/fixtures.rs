@@ -10,7 +10,8 @@ use k3_experts::MappedStore;
 use k3_format::{Checkpoint, OpenOptions};
 use k3_graph::select::argmax;
 use k3_graph::{
-    Cpu, Device, LogitsWanted, Model, ModelOptions, Observer, Probe, Routing, Selected, Selection, Silent, Span,
+    Cpu, Device, LogitsWanted, Model, ModelOptions, Observer, Probe, Routing, Selected, Selection, Silent,
+    Span,
 };
 use safetensors::SafeTensors;
 
@@ -64,6 +65,7 @@ fn load<D: Device>(name: &str, device: D, options: &ModelOptions) -> Loaded<D> {
 #[derive(Default)]
 struct Choices {
     routing: std::collections::BTreeMap<usize, Vec<u32>>,
+    weights: std::collections::BTreeMap<usize, Vec<f32>>,
     selection: std::collections::BTreeMap<usize, Vec<Selected>>,
 }
 
@@ -73,6 +75,7 @@ impl Observer for Choices {
     }
     fn routing(&mut self, layer: usize, routing: &Routing) {
         self.routing.entry(layer).or_default().extend(&routing.ids);
+        self.weights.entry(layer).or_default().extend(routing.weights.iter().map(|&w| w as f32));
     }
     fn selection(&mut self, layer: usize, selection: &Selection, _scores: &[Vec<f32>]) {
         self.selection.entry(layer).or_default().extend(selection.rows.iter().cloned());
@@ -81,7 +84,12 @@ impl Observer for Choices {
 
 impl<D: Device> Loaded<D> {
     /// Logits of all positions of `prompt`, in chunks.
-    fn prompt(&self, prompt: &[u32], chunk: usize, observer: &mut dyn Observer) -> (Vec<f32>, k3_graph::SequenceState<D>) {
+    fn prompt(
+        &self,
+        prompt: &[u32],
+        chunk: usize,
+        observer: &mut dyn Observer,
+    ) -> (Vec<f32>, k3_graph::SequenceState<D>) {
         let mut state = self.model.new_state().unwrap();
         let mut logits = Vec::new();
         for tokens in prompt.chunks(chunk) {
@@ -108,7 +116,14 @@ fn check<D: Device>(name: &str, device: D, bound: f64) {
     // Router sets in rank order, at every layer and position.
     let layers = expected.ids("router_layers");
     assert_eq!(layers, choices.routing.keys().map(|&l| l as i32).collect::<Vec<_>>());
-    assert_eq!(choices.routing.values().flatten().copied().collect::<Vec<_>>(), expected.tokens("router_idx"));
+    assert_eq!(
+        choices.routing.values().flatten().copied().collect::<Vec<_>>(),
+        expected.tokens("router_idx")
+    );
+
+    // The norm after the routed sum hides the scale of the weights from the logits.
+    let weights: Vec<f32> = choices.weights.values().flatten().copied().collect();
+    assert!(rel_l2(&weights, &expected.f32("router_weight")) < bound);
 
     // Indexer selections in normative order, padded with -1.
     if let Some(indexer) = &loaded.model.config().indexer {

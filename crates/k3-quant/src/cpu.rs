@@ -8,6 +8,8 @@
 //! Block formats sum the codes of a block first and apply the block's scale to that sum (`docs/arithmetic.md`
 //! 8.3): for MXFP4 every scale is a power of two, so scaling is exact.
 
+#![allow(clippy::inline_always, reason = "the bodies must be compiled inside each target-feature wrapper")]
+
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -93,7 +95,11 @@ impl Activations {
 /// # Panics
 /// If the activations were prepared for another width or kind of format, or `out` has the wrong length.
 pub fn matmul_rows(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
-    assert_eq!((x.cols, x.layout), (w.cols(), Layout::of(w.format())), "activations prepared for another matrix");
+    assert_eq!(
+        (x.cols, x.layout),
+        (w.cols(), Layout::of(w.format())),
+        "activations prepared for another matrix"
+    );
     assert!(rows.start <= rows.end && rows.end <= w.rows());
     assert_eq!(out.len(), rows.len() * x.n);
     match instruction_set() {

@@ -107,13 +107,27 @@ impl fmt::Debug for Matrix {
 impl Matrix {
     /// A bf16 matrix. Bytes that are not aligned to 2 are copied once.
     pub fn bf16(rows: usize, cols: usize, bytes: Bytes) -> Result<Self, MatrixError> {
-        check("the data", WeightFormat::Bf16, rows, cols, rows.checked_mul(cols).and_then(|n| n.checked_mul(2)), &bytes)?;
+        check(
+            "the data",
+            WeightFormat::Bf16,
+            rows,
+            cols,
+            rows.checked_mul(cols).and_then(|n| n.checked_mul(2)),
+            &bytes,
+        )?;
         Ok(Self { rows, cols, data: MatrixData::Bf16(aligned::<bf16>(bytes)) })
     }
 
     /// An f32 matrix. Bytes that are not aligned to 4 are copied once.
     pub fn f32(rows: usize, cols: usize, bytes: Bytes) -> Result<Self, MatrixError> {
-        check("the data", WeightFormat::F32, rows, cols, rows.checked_mul(cols).and_then(|n| n.checked_mul(4)), &bytes)?;
+        check(
+            "the data",
+            WeightFormat::F32,
+            rows,
+            cols,
+            rows.checked_mul(cols).and_then(|n| n.checked_mul(4)),
+            &bytes,
+        )?;
         Ok(Self { rows, cols, data: MatrixData::F32(aligned::<f32>(bytes)) })
     }
 

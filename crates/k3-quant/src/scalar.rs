@@ -37,7 +37,7 @@ impl E2M1 {
     /// True for `+0` and `-0`.
     #[inline]
     pub const fn is_zero(self) -> bool {
-        self.0 & 7 == 0
+        matches!(self.0 & 0x0f, 0 | 8)
     }
 }
 
@@ -142,8 +142,7 @@ impl GlobalScale {
     /// The number as stored.
     pub fn stored(self) -> f32 {
         match self {
-            Self::Factor(ScaleFactor(g)) => g,
-            Self::Divisor(ScaleDivisor(g)) => g,
+            Self::Factor(ScaleFactor(g)) | Self::Divisor(ScaleDivisor(g)) => g,
         }
     }
 }

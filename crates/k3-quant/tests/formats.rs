@@ -39,7 +39,11 @@ fn e2m1_has_sixteen_values() {
         let magnitude: f32 = expected[usize::from(code & 7)];
         let expected = if code & 8 == 0 { magnitude } else { -magnitude };
         assert_eq!(E2M1(code).to_f32().to_bits(), expected.to_bits(), "code {code}");
-        assert_eq!(k3_quant::cpu::kernel_code_value(E2M1(code)).to_bits(), expected.to_bits(), "kernel, code {code}");
+        assert_eq!(
+            k3_quant::cpu::kernel_code_value(E2M1(code)).to_bits(),
+            expected.to_bits(),
+            "kernel, code {code}"
+        );
         assert_eq!(E2M1(code).is_zero(), magnitude == 0.0);
     }
 }
@@ -152,7 +156,8 @@ fn unaligned_bytes_are_read_right() {
     let mut shifted = vec![0u8; 1];
     shifted.extend(&values);
     for offset in 0..2 {
-        let bytes = if offset == 0 { Bytes::from(values.clone()) } else { Bytes::from(shifted.clone()).slice(1..) };
+        let bytes =
+            if offset == 0 { Bytes::from(values.clone()) } else { Bytes::from(shifted.clone()).slice(1..) };
         assert_eq!(decode(&Matrix::f32(1, 3, bytes).unwrap()), [1.5, -2.0, 3.25]);
     }
 }

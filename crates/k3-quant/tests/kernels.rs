@@ -83,10 +83,18 @@ fn check(format: WeightFormat, rows: usize, cols: usize) {
     for split in [1, 3, 8] {
         assert_eq!(bits(&product(&w, n, &x, split, matmul_rows)), bits(&whole), "split by {split} rows");
     }
-    assert_eq!(bits(&product(&w, n, &x, rows, matmul_rows_portable)), bits(&whole), "another instruction set");
+    assert_eq!(
+        bits(&product(&w, n, &x, rows, matmul_rows_portable)),
+        bits(&whole),
+        "another instruction set"
+    );
     for i in 0..n {
         let one = product(&w, 1, &x[i * cols..(i + 1) * cols], rows, matmul_rows);
-        assert_eq!(bits(&one), bits(&whole[i * rows..(i + 1) * rows]), "row {i} alone, {format} [{rows}, {cols}]");
+        assert_eq!(
+            bits(&one),
+            bits(&whole[i * rows..(i + 1) * rows]),
+            "row {i} alone, {format} [{rows}, {cols}]"
+        );
     }
 }
 

@@ -50,7 +50,9 @@ pub enum RunError {
     #[error("the prompt is empty, and the sequence too: there is nothing to continue")]
     EmptyPrompt,
     /// The prompt does not fit.
-    #[error("the prompt has {prompt} tokens after {position} already consumed, the model's context is {context}")]
+    #[error(
+        "the prompt has {prompt} tokens after {position} already consumed, the model's context is {context}"
+    )]
     PromptTooLong {
         /// Tokens in the prompt.
         prompt: usize,

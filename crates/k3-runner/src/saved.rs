@@ -151,8 +151,8 @@ impl<D: Device> Engine<D> {
         }
         let position = field("position")?.parse().map_err(|_| not("its position is no number".into()))?;
         let file = SafeTensors::deserialize(&bytes).map_err(|e| not(e.to_string()))?;
-        let (exported, tokens) = decode(&file, position, self.model().num_layers(), self.model().device().kind())
-            .map_err(not)?;
+        let (exported, tokens) =
+            decode(&file, position, self.model().num_layers(), self.model().device().kind()).map_err(not)?;
         let state = self
             .model()
             .import_state(&exported)

@@ -60,6 +60,34 @@ fn a_saved_sequence_continues_with_the_same_bits() {
     save_and_restore("tiny-k31", || Reference);
 }
 
+/// The second half of [`a_saved_sequence_continues_in_a_new_process`], in that process.
+#[test]
+#[ignore = "started by another test"]
+fn child_continues() {
+    let path = std::env::var_os("K3_TEST_STATE").expect("set by the parent");
+    let engine = open("tiny-k31");
+    let mut sequence = engine.restore(path).unwrap();
+    println!("hash {}", finish(&engine, &mut sequence, &prompt(60)[41..]));
+}
+
+#[test]
+fn a_saved_sequence_continues_in_a_new_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("state");
+    let engine = open("tiny-k31");
+    let mut sequence = engine.new_sequence().unwrap();
+    engine.prefill(&mut sequence, &prompt(60)[..41]).unwrap();
+    engine.save(&sequence, &path).unwrap();
+    let uninterrupted = finish(&engine, &mut sequence, &prompt(60)[41..]);
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_continues", "--ignored", "--nocapture"])
+        .env("K3_TEST_STATE", &path)
+        .output()
+        .unwrap();
+    let printed = String::from_utf8_lossy(&child.stdout);
+    assert!(printed.contains(&format!("hash {uninterrupted}")), "{printed}");
+}
+
 #[test]
 fn an_empty_sequence_can_be_saved() {
     let dir = tempfile::tempdir().unwrap();
@@ -143,7 +171,8 @@ fn a_clone_is_a_snapshot() {
 fn generation_stops_for_a_reason_and_says_which() {
     let engine = open("tiny-k31");
     let ids = prompt(20);
-    let greedy = Generate { max_tokens: 12, sampling: Sampling::greedy(), ignore_eos: true, ..Generate::default() };
+    let greedy =
+        Generate { max_tokens: 12, sampling: Sampling::greedy(), ignore_eos: true, ..Generate::default() };
     let mut sequence = engine.new_sequence().unwrap();
     let mut heard = Vec::new();
     let reply = engine

@@ -21,7 +21,11 @@ pub(super) fn read(fields: &mut Fields<'_>, layers: Option<&[AttentionKind]>) ->
     if let (Some(dsa), Some(kinds)) = (&dsa_layers, layers) {
         check_layers(fields, dsa, kinds);
     }
-    fields.only("index_rope_dim", 0, "rotated indexer keys are not implemented: nothing in this model is rotated");
+    fields.only(
+        "index_rope_dim",
+        0,
+        "rotated indexer keys are not implemented: nothing in this model is rotated",
+    );
 
     let reason = "heads of the indexer";
     let n_heads =
@@ -50,14 +54,22 @@ fn check_layers(fields: &mut Fields<'_>, dsa: &[usize], kinds: &[AttentionKind])
         fields.problem("dsa_layers", expected, Some(&(*layer).into()), "layers are counted from 1");
     } else if let Some((before, after)) = dsa.iter().zip(dsa.iter().skip(1)).find(|(a, b)| a >= b) {
         let found = found(format!("{after} after {before}"));
-        fields.problem("dsa_layers", "strictly increasing entries", found.as_ref(), "a layer has one indexer");
+        fields.problem(
+            "dsa_layers",
+            "strictly increasing entries",
+            found.as_ref(),
+            "a layer has one indexer",
+        );
     } else if dsa != full {
         let differing = |a: &[usize], b: &[usize]| {
-            let list: Vec<String> = a.iter().filter(|l| !b.contains(l)).take(8).map(ToString::to_string).collect();
+            let list: Vec<String> =
+                a.iter().filter(|l| !b.contains(l)).take(8).map(ToString::to_string).collect();
             list.join(", ")
         };
-        let found = found(format!("without [{}], beyond it [{}]", differing(&full, dsa), differing(dsa, &full)));
-        let reason = "a subset would need dense and sparse full-attention layers mixed, which is not implemented";
+        let found =
+            found(format!("without [{}], beyond it [{}]", differing(&full, dsa), differing(dsa, &full)));
+        let reason =
+            "a subset would need dense and sparse full-attention layers mixed, which is not implemented";
         fields.problem("dsa_layers", "the same layers as full_attn_layers", found.as_ref(), reason);
     }
 }

@@ -52,7 +52,13 @@ impl<'a> Fields<'a> {
         self.get(key).filter(|v| !v.is_null())
     }
 
-    pub(crate) fn problem(&mut self, key: &str, expected: impl Into<String>, found: Option<&Value>, reason: &str) {
+    pub(crate) fn problem(
+        &mut self,
+        key: &str,
+        expected: impl Into<String>,
+        found: Option<&Value>,
+        reason: &str,
+    ) {
         let problem = ConfigProblem {
             field: self.path(key),
             expected: expected.into(),
@@ -119,7 +125,12 @@ impl<'a> Fields<'a> {
     }
 
     /// The same for a field that may be absent (or null), which means `wanted`.
-    pub(crate) fn only_if_present(&mut self, key: &'static str, wanted: impl Into<Value>, reason: &'static str) {
+    pub(crate) fn only_if_present(
+        &mut self,
+        key: &'static str,
+        wanted: impl Into<Value>,
+        reason: &'static str,
+    ) {
         if let Some(value) = self.get_optional(key) {
             self.only_value(key, Some(value), &wanted.into(), reason);
         }

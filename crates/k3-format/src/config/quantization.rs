@@ -169,7 +169,12 @@ fn model_opt(fields: &mut Fields<'_>) -> Option<QuantizationConfig> {
             && entry.get("group_size").is_none_or(|size| size.as_u64() == Some(k3_quant::NV_BLOCK as u64));
         if !right {
             let found = Value::String(entry.to_string());
-            inner.problem(name, "quant_algo NVFP4 with group_size 16", Some(&found), "routed experts are NVFP4");
+            inner.problem(
+                name,
+                "quant_algo NVFP4 with group_size 16",
+                Some(&found),
+                "routed experts are NVFP4",
+            );
         }
         match layer_of(name) {
             Some(layer) => expert_layers.push(layer),

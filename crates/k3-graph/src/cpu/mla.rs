@@ -6,7 +6,8 @@ use rayon::prelude::*;
 
 use super::{Cpu, Rows, rms_norm, softmax};
 use crate::device::{
-    DeviceError, IndexQuery, MlaAttend, Selected, Selection, SequenceRows, StateTensor, StateValues, take_parts,
+    DeviceError, IndexQuery, MlaAttend, Selected, Selection, SequenceRows, StateTensor, StateValues,
+    take_parts,
 };
 use crate::select::select_keys;
 
@@ -41,7 +42,11 @@ impl MlaState {
             shape: vec![tokens, rows.width],
             values: StateValues::F32(rows.values.clone()),
         };
-        vec![part("latent", &self.latent), part("extra_key", &self.extra), part("index_key", &self.index_keys)]
+        vec![
+            part("latent", &self.latent),
+            part("extra_key", &self.extra),
+            part("index_key", &self.index_keys),
+        ]
     }
 
     pub(super) fn import(
@@ -92,9 +97,11 @@ pub(super) fn index_append(
             let mean = y.iter().map(|&y| f64::from(y)).sum::<f64>() / n;
             let variance = y.iter().map(|&y| (f64::from(y) - mean).powi(2)).sum::<f64>() / n;
             let scale = 1.0 / (variance + eps).sqrt();
-            s.state.index_keys.values.extend(y.iter().zip(gain.iter().zip(bias)).map(|(&y, (&g, &b))| {
-                ((f64::from(y) - mean) * scale * f64::from(g) + f64::from(b)) as f32
-            }));
+            s.state.index_keys.values.extend(
+                y.iter().zip(gain.iter().zip(bias)).map(|(&y, (&g, &b))| {
+                    ((f64::from(y) - mean) * scale * f64::from(g) + f64::from(b)) as f32
+                }),
+            );
         }
     }
 }
@@ -192,9 +199,8 @@ fn attend_head(
         args.kv_b.row(first + i).decode_f32(&mut weight_row);
         ql.iter_mut().zip(&weight_row).for_each(|(l, w)| *l += w * q);
     }
-    let score = |&s: &usize| {
-        (dot_f32(&ql, state.latent.row(s)) + dot_f32(&q[nope..], state.extra.row(s))) * scale
-    };
+    let score =
+        |&s: &usize| (dot_f32(&ql, state.latent.row(s)) + dot_f32(&q[nope..], state.extra.row(s))) * scale;
     let mut p: Vec<f32> = positions.iter().map(score).collect();
     softmax(&mut p);
 

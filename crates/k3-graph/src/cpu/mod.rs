@@ -203,9 +203,7 @@ impl Device for Cpu {
     }
 
     fn rms_norm(&self, x: &Rows, gain: &Vec<f32>, eps: f64) -> Result<Rows, DeviceError> {
-        Ok(self
-            .pool
-            .install(|| Rows::by_row(x.len(), x.width, |r, out| rms_norm(x.row(r), gain, eps, out))))
+        Ok(self.pool.install(|| Rows::by_row(x.len(), x.width, |r, out| rms_norm(x.row(r), gain, eps, out))))
     }
 
     fn add(&self, acc: &mut Rows, y: &Rows) -> Result<(), DeviceError> {
@@ -225,7 +223,12 @@ impl Device for Cpu {
         Ok(self.pool.install(|| x.map2(gate, |x, g| x * sigmoid(f64::from(g)) as f32)))
     }
 
-    fn attn_res_weights(&self, sources: &[&Rows], score: &Vec<f32>, eps: f64) -> Result<Vec<f32>, DeviceError> {
+    fn attn_res_weights(
+        &self,
+        sources: &[&Rows],
+        score: &Vec<f32>,
+        eps: f64,
+    ) -> Result<Vec<f32>, DeviceError> {
         Ok((0..sources[0].len()).flat_map(|r| attn_res_row(sources, r, score, eps)).collect())
     }
 

@@ -1,0 +1,217 @@
+//! Comparing a snapshot's tensors with its config: variant, presence, dtypes, shapes, values of small tensors, routed
+//! experts, and nothing unknown (`docs/checkpoint.md` 10).
+
+use std::collections::HashMap;
+
+use safetensors::Dtype;
+
+use crate::config::{ConfigFile, names_routed_experts};
+use crate::error::{Error, TensorErrors, TensorProblem, describe};
+use crate::experts::{Experts, matrix_name};
+use crate::gate;
+use crate::indexer::{self, IndexerResolution, ResolvedBy, Unplaced};
+use crate::names::{Extent, IndexerNames, Names, TableEntry};
+use crate::shards::{Shards, TensorInfo};
+use crate::survey::Survey;
+use crate::values::{check_vector, read_vector};
+use crate::warning::Warning;
+use crate::{IndexerConfig, ModelConfig, Role, TensorId, Variant};
+
+/// What the checks of an opened checkpoint yield.
+pub(crate) struct Checked {
+    pub(crate) config: ModelConfig,
+    pub(crate) variant: Variant,
+    pub(crate) names: Names,
+    pub(crate) indexer: Option<IndexerResolution>,
+    pub(crate) experts: Experts,
+    pub(crate) warnings: Vec<Warning>,
+    pub(crate) table_bytes: u64,
+}
+
+/// Checks everything; `requested` are names for the indexer tensors that the caller gave.
+pub(crate) fn check(
+    file: ConfigFile,
+    requested: Option<&IndexerNames>,
+    shards: &Shards,
+) -> Result<Checked, Error> {
+    let mut survey = Survey::new(&file, shards);
+    let (tensors, resolution) =
+        indexer::resolve(&file.model, file.dsa.as_ref(), requested, &survey.unplaced, shards)?;
+    let variant = gate::decide(&file.markers, &tensors)?;
+
+    let mut warnings = config_warnings(&file);
+    let mut errors = std::mem::take(&mut survey.errors);
+    let mut table = survey.table;
+    let mut config = file.model;
+    let names = Names::new(resolution.names.clone());
+    let mut indexer = None;
+    let mut unplaced = survey.unplaced;
+    if variant == Variant::K31 {
+        let placed = place_indexer(&mut unplaced, &resolution.names);
+        config.indexer = indexer_config(file.dsa.as_ref(), &placed, &config, &mut errors);
+        table.extend(placed);
+        if !matches!(resolution.by, ResolvedBy::Table) {
+            warnings.push(Warning::IndexerNames(resolution.clone()));
+        }
+        indexer = Some(resolution);
+    }
+
+    let table_bytes = table.values().map(TensorInfo::byte_len).sum();
+    let mut narrower = Vec::new();
+    for (id, entry) in Names::tensors(&config) {
+        match table.get(&id) {
+            Some(tensor) => check_entry(entry, &config, tensor, shards, &mut errors, &mut narrower)?,
+            None => errors.push(|| TensorProblem::Missing {
+                name: names.name(entry, id.layer),
+                expected: format!("{} {}", entry.release, entry.extent(&config)),
+            }),
+        }
+    }
+    let unknown = unplaced.iter().map(|u| u.tensor.name).chain(survey.unknown_language.iter().copied());
+    for name in unknown {
+        errors.push(|| TensorProblem::Unknown { name: name.to_owned() });
+    }
+    let experts = survey.experts.finish(&config, &file.quantization, shards, &mut errors)?;
+    let Some(experts) = experts.filter(|_| errors.total == 0) else { return Err(errors.into()) };
+
+    if !narrower.is_empty() {
+        warnings.push(Warning::NarrowerThanRelease(narrower));
+    }
+    let (vision, activation_scales, cache_scales) =
+        (survey.vision, survey.activation_scales, survey.cache_scales);
+    if vision + activation_scales + cache_scales > 0 {
+        warnings.push(Warning::Skipped { vision, activation_scales, cache_scales });
+    }
+    if survey.unknown > 0 {
+        warnings.push(Warning::UnknownTensors { count: survey.unknown, first: survey.unknown_named });
+    }
+    if experts.scattered() > 0 {
+        warnings.push(Warning::ScatteredExperts(experts.scattered()));
+    }
+    Ok(Checked { config, variant, names, indexer, experts, warnings, table_bytes })
+}
+
+fn config_warnings(file: &ConfigFile) -> Vec<Warning> {
+    let mut warnings = Vec::new();
+    if !file.unknown_keys.is_empty() {
+        warnings.push(Warning::UnknownConfigKeys(file.unknown_keys.clone()));
+    }
+    if file.quantization.quantizes_activations {
+        warnings.push(Warning::ActivationsNotQuantized);
+    }
+    let layer = file.model.first_k_dense_replace;
+    if layer < file.model.num_hidden_layers() {
+        for entry in file.quantization.ignore.iter().filter(|entry| names_routed_experts(entry)) {
+            let tensor = format!("{}.weight_scale", matrix_name(layer, 0, 0));
+            warnings.push(Warning::IgnoredModuleIsQuantized { tensor, entry: entry.clone() });
+        }
+    }
+    warnings
+}
+
+/// Takes the indexer tensors out of `unplaced`.
+fn place_indexer<'a>(
+    unplaced: &mut Vec<Unplaced<'a>>,
+    names: &IndexerNames,
+) -> HashMap<TensorId, TensorInfo<'a>> {
+    let roles = names.all();
+    let mut placed = HashMap::new();
+    unplaced.retain(|u| match roles.iter().find(|(_, name)| *name == u.suffix) {
+        Some((role, _)) => placed.insert(TensorId::layer(u.layer, *role), u.tensor).is_some(),
+        None => true,
+    });
+    placed
+}
+
+/// The indexer, with what `dsa_config` leaves out taken from the shapes of the first layer that has one. The check
+/// of all shapes against it comes later.
+fn indexer_config(
+    dsa: Option<&crate::DsaConfig>,
+    placed: &HashMap<TensorId, TensorInfo<'_>>,
+    config: &ModelConfig,
+    errors: &mut TensorErrors,
+) -> Option<IndexerConfig> {
+    let dsa = dsa?;
+    let first = placed.keys().filter_map(|id| id.layer).min();
+    let mut rows = |given: Option<usize>, role| {
+        if given.is_some() {
+            return given;
+        }
+        let tensor = placed.get(&TensorId { layer: first, role })?;
+        let rows = match *tensor.shape {
+            [rows, cols] if cols == config.hidden_size as u64 => usize::try_from(rows).ok(),
+            _ => None,
+        };
+        let rows = rows.filter(|rows| (1..=crate::config::MAX_WIDTH).contains(rows));
+        if rows.is_none() {
+            errors.push(|| TensorProblem::Shape {
+                name: tensor.name.to_owned(),
+                expected: format!("[rows, {}], which dsa_config leaves to the tensors", config.hidden_size),
+                found: format!("{:?}", tensor.shape),
+            });
+        }
+        rows
+    };
+    let head_dim = rows(dsa.head_dim, Role::IndexerWk);
+    let n_heads = rows(dsa.n_heads, Role::IndexerWeightsProj);
+    Some(IndexerConfig { n_heads: n_heads?, head_dim: head_dim?, topk: dsa.topk })
+}
+
+/// Dtype, shape, and for vectors (but not the larger convolutions) the values.
+fn check_entry(
+    entry: &TableEntry,
+    config: &ModelConfig,
+    tensor: &TensorInfo<'_>,
+    shards: &Shards,
+    errors: &mut TensorErrors,
+    narrower: &mut Vec<String>,
+) -> Result<(), Error> {
+    let extent = entry.extent(config);
+    let mut good = true;
+    if !matches!(tensor.dtype, Dtype::BF16 | Dtype::F32) {
+        good = false;
+        errors.push(|| TensorProblem::Dtype {
+            name: tensor.name.to_owned(),
+            expected: "BF16 or F32".to_owned(),
+            found: tensor.dtype.to_string(),
+        });
+    } else if tensor.dtype == Dtype::BF16 && entry.release == Dtype::F32 {
+        narrower.push(tensor.name.to_owned());
+    }
+    if !extent.accepts(tensor.shape) {
+        good = false;
+        errors.push(|| TensorProblem::Shape {
+            name: tensor.name.to_owned(),
+            expected: extent.to_string(),
+            found: format!("{:?}", tensor.shape),
+        });
+    }
+    if good && !matches!(extent, Extent::Matrix(..) | Extent::Conv(..)) {
+        load_vector(shards, tensor, extent, errors)?;
+    }
+    Ok(())
+}
+
+/// The checked values of a vector; `None` if `errors` says what is wrong with them.
+pub(crate) fn load_vector(
+    shards: &Shards,
+    tensor: &TensorInfo<'_>,
+    extent: Extent,
+    errors: &mut TensorErrors,
+) -> Result<Option<Vec<f32>>, Error> {
+    let Some(mut values) = read_vector(shards, tensor)? else {
+        errors.push(|| TensorProblem::Dtype {
+            name: tensor.name.to_owned(),
+            expected: "BF16 or F32".to_owned(),
+            found: describe(tensor),
+        });
+        return Ok(None);
+    };
+    match check_vector(&mut values, extent) {
+        Ok(()) => Ok(Some(values)),
+        Err(what) => {
+            errors.push(|| TensorProblem::Value { name: tensor.name.to_owned(), what });
+            Ok(None)
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! Every operation of both devices: against the operator vectors, and the host device against the reference.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod agreement;
+mod routing;
+mod tables;
+mod vectors;
+
+/// Relative L2 of the f64 device: what is left is that operands and results are rounded to f32.
+const REFERENCE_BOUND: f64 = 1e-7;
+/// Relative L2 of the f32 device, for one operation.
+const CPU_BOUND: f64 = 1e-6;

@@ -1,0 +1,116 @@
+//! `cargo xtask bench`: measurements, each as a ratio to a limit measured in the same run.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use clap::Subcommand;
+use k3_format::{Checkpoint, OpenOptions};
+
+/// Measure something, and the limit it should be compared with
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Seconds and peak memory to open and check a checkpoint of 93 layers and 497,340 tensors
+    ///
+    /// Without --model, a tree with the released geometry is made first: real headers and index, and holes in place
+    /// of 1.5 TB of weights. The limit is a plain read of the same headers and index. Everything is warm: on a
+    /// first run the disk is in the way of both.
+    Index {
+        /// Open this snapshot instead
+        #[arg(long)]
+        model: Option<PathBuf>,
+        /// How often to open it
+        #[arg(long, default_value_t = 3)]
+        repeat: usize,
+    },
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    match &args.what {
+        What::Index { model: Some(dir), repeat } => index(dir, *repeat),
+        What::Index { model: None, repeat } => {
+            let parent = tempfile::tempdir().context("making a temporary folder")?;
+            let dir = parent.path().join("k31-sparse");
+            // In a process of its own: the peak of this one is that of opening.
+            let this = std::env::current_exe().context("finding this program")?;
+            let made = Command::new(this)
+                .args(["synth", "--geometry", "k31", "--sparse"])
+                .arg(&dir)
+                .status()
+                .context("starting `synth`")?;
+            ensure!(made.success(), "`synth --geometry k31 --sparse` failed");
+            index(&dir, *repeat)
+        }
+    }
+}
+
+fn index(dir: &Path, repeat: usize) -> Result<()> {
+    read_descriptions(dir)?;
+    let (bytes, plain) = read_descriptions(dir)?;
+    println!("plain read of index and headers: {:.1} MB in {:.3} s", bytes as f64 / 1e6, plain.as_secs_f64());
+    let before = peak_memory();
+    for _ in 0..repeat.max(1) {
+        let start = Instant::now();
+        let checkpoint = Checkpoint::open(dir, &OpenOptions::default())?;
+        let seconds = start.elapsed().as_secs_f64();
+        println!(
+            "{} tensors in {} shards opened in {seconds:.3} s, {:.1} x the plain read",
+            checkpoint.shards().len(),
+            checkpoint.shards().files().len(),
+            seconds / plain.as_secs_f64(),
+        );
+    }
+    match (before, peak_memory()) {
+        (Some(before), Some(peak)) => {
+            println!("peak memory {:.0} MB, {:.0} MB of it before opening", peak as f64 / 1e6, before as f64 / 1e6);
+        }
+        _ => println!("peak memory not measured: there is no /proc here"),
+    }
+    Ok(())
+}
+
+/// Reads what an open has to read at least: the JSON files and every shard's header.
+fn read_descriptions(dir: &Path) -> Result<(u64, Duration)> {
+    let start = Instant::now();
+    let mut buffer = vec![0; 1 << 20];
+    let mut bytes = 0;
+    for entry in fs::read_dir(dir).with_context(|| format!("listing {}", dir.display()))? {
+        let path = entry?.path();
+        let mut file = File::open(&path).with_context(|| format!("opening {}", path.display()))?;
+        let mut left = match path.extension().and_then(|e| e.to_str()) {
+            Some("json") => u64::MAX,
+            Some("safetensors") => {
+                let mut length = [0; 8];
+                file.read_exact(&mut length).with_context(|| format!("reading {}", path.display()))?;
+                u64::from_le_bytes(length)
+            }
+            _ => continue,
+        };
+        loop {
+            let want = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+            let got = file.read(&mut buffer[..want])? as u64;
+            if got == 0 {
+                break;
+            }
+            (bytes, left) = (bytes + got, left - got);
+        }
+    }
+    Ok((bytes, start.elapsed()))
+}
+
+/// The most memory this process has had resident, in bytes.
+fn peak_memory() -> Option<u64> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kb| kb * 1024)
+}

@@ -1,0 +1,192 @@
+//! Reading expectations from the files of `docs/vectors.md`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde_json::Value;
+
+use super::{Entry, Rule, Sizes, Tensor, Tensors, layout, read_tensors};
+
+/// Names of the files in a folder.
+const TENSORS: &str = "expected.safetensors";
+const JSON: &str = "expected.json";
+const TRACE: &str = "trace.safetensors";
+
+/// What a run should give.
+#[derive(Clone, Debug)]
+pub struct Expectations {
+    /// Where they come from.
+    pub files: Vec<PathBuf>,
+    /// The tensors of all files.
+    pub tensors: Tensors,
+    /// `greedy` of the JSON file.
+    pub json_greedy: Option<Vec<i32>>,
+}
+
+impl Expectations {
+    /// Reads expectations from a folder that holds `expected.safetensors` or `expected.json`, or from such a file
+    /// and those beside it: `X.safetensors` goes with `X.json`, and `expected.*` also with `trace.safetensors`.
+    pub fn read(path: &Path) -> Result<Self> {
+        let path = path.to_owned();
+        let (tensors, json) = if path.is_dir() {
+            match (path.join(TENSORS), path.join(JSON)) {
+                (tensors, json) if tensors.is_file() || json.is_file() => (tensors, json),
+                _ => bail!("{} holds neither {TENSORS} nor {JSON} (docs/vectors.md)", path.display()),
+            }
+        } else {
+            match path.extension().and_then(|e| e.to_str()) {
+                Some("json") => (path.with_extension("safetensors"), path.clone()),
+                Some("safetensors") => (path.clone(), path.with_extension("json")),
+                _ => bail!(
+                    "{}: expectations are a .safetensors file, a .json file or a folder with {TENSORS} or {JSON}",
+                    path.display()
+                ),
+            }
+        };
+        if !path.exists() {
+            bail!("{}: no such file or folder with expectations", path.display());
+        }
+        let mut expectations = Self { files: Vec::new(), tensors: Tensors::new(), json_greedy: None };
+        if tensors.is_file() {
+            expectations.add_tensors(&tensors)?;
+            let trace = tensors.with_file_name(TRACE);
+            if tensors.file_name().is_some_and(|name| name == TENSORS) && trace.is_file() {
+                expectations.add_tensors(&trace)?;
+            }
+        }
+        if json.is_file() {
+            expectations.add_json(&json)?;
+        }
+        ensure!(
+            expectations.tensors.contains_key("input_ids"),
+            "{}: there is no prompt: neither a tensor `input_ids` nor the key `prompt` of a .json file beside it",
+            path.display()
+        );
+        Ok(expectations)
+    }
+
+    /// Expectations that a checkpoint carries in its own folder.
+    pub fn beside(dir: &Path) -> Result<Option<Self>> {
+        if dir.join(TENSORS).is_file() { Self::read(dir).map(Some) } else { Ok(None) }
+    }
+
+    fn add_tensors(&mut self, path: &Path) -> Result<()> {
+        for (name, tensor) in read_tensors(path)? {
+            if self.tensors.contains_key(&name) {
+                bail!("tensor `{name}` is in {} and in {}", self.files_text(), path.display());
+            }
+            self.tensors.insert(name, tensor);
+        }
+        self.files.push(path.to_owned());
+        Ok(())
+    }
+
+    fn add_json(&mut self, path: &Path) -> Result<()> {
+        let text = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+        let json: Value =
+            serde_json::from_slice(&text).with_context(|| format!("{} is not JSON", path.display()))?;
+        let ids = |key: &str| -> Result<Option<Vec<i32>>> {
+            let Some(value) = json.get(key) else { return Ok(None) };
+            let ids: Option<Vec<i32>> = value.as_array().and_then(|list| {
+                list.iter().map(|id| id.as_i64().and_then(|id| i32::try_from(id).ok())).collect()
+            });
+            ids.map(Some).ok_or_else(|| anyhow!("{}: `{key}`: expected a list of token ids", path.display()))
+        };
+        if let Some(prompt) = ids("prompt")? {
+            let tensor = Tensor::i32([prompt.len()], prompt);
+            match self.tensors.get("input_ids") {
+                None => {
+                    self.tensors.insert("input_ids".to_owned(), tensor);
+                }
+                Some(found) if *found == tensor => {}
+                Some(_) => bail!(
+                    "the prompts of {} and {} differ: they are not of one run",
+                    self.files_text(),
+                    path.display()
+                ),
+            }
+        }
+        self.json_greedy = ids("greedy")?;
+        self.files.push(path.to_owned());
+        Ok(())
+    }
+
+    /// The files, for a message.
+    pub fn files_text(&self) -> String {
+        self.files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Tokens of the greedy continuation that something is expected of.
+    pub fn continuation(&self) -> usize {
+        let dim = |name: &str, at: usize| self.tensors.get(name).and_then(|t| t.shape.get(at)).copied();
+        dim("greedy_ids", 0)
+            .or_else(|| dim("greedy_logits", 0))
+            .or_else(|| dim("cont_router_idx", 1))
+            .or_else(|| dim("cont_index_sel", 1))
+            .or_else(|| self.json_greedy.as_ref().map(Vec::len))
+            .unwrap_or(0)
+    }
+
+    /// The prompt, once it is known to be token ids of a vocabulary of `vocab_size`.
+    pub fn prompt(&self, vocab_size: usize) -> Result<Vec<u32>> {
+        let wrong = |expected: String, found: String| {
+            anyhow!("{}: tensor `input_ids`: expected {expected}, found {found}", self.files_text())
+        };
+        let tensor = &self.tensors["input_ids"];
+        let ids = match tensor.as_i32() {
+            Some(ids) if tensor.shape.len() == 1 && !ids.is_empty() => ids,
+            _ => {
+                let found = format!("{:?} {:?}", tensor.dtype(), tensor.shape);
+                return Err(wrong("I32 [tokens], one or more".into(), found));
+            }
+        };
+        let id = |(i, &id): (usize, &i32)| match u32::try_from(id) {
+            Ok(id) if (id as usize) < vocab_size => Ok(id),
+            _ => Err(wrong(format!("token ids below {vocab_size}"), format!("{id} at {i}"))),
+        };
+        ids.iter().enumerate().map(id).collect()
+    }
+
+    /// Checks every tensor against the model. Returns the names that mean nothing for it.
+    ///
+    /// # Errors
+    /// A known tensor of another type, shape or list of layers than the model has.
+    pub fn validate(&self, sizes: &Sizes) -> Result<Vec<String>> {
+        let table = layout(sizes);
+        let mut unknown = Vec::new();
+        for (name, tensor) in &self.tensors {
+            match table.iter().find(|entry| entry.name == name) {
+                Some(entry) => self.fits(entry, tensor, sizes)?,
+                None => unknown.push(name.clone()),
+            }
+        }
+        Ok(unknown)
+    }
+
+    fn fits(&self, entry: &Entry, tensor: &Tensor, sizes: &Sizes) -> Result<()> {
+        let name = entry.name;
+        if tensor.dtype() != entry.dtype() || tensor.shape != entry.shape {
+            bail!(
+                "{}: tensor `{name}`: expected {:?} {:?} for {} layers, {} prompt tokens and {} after them, found \
+                 {:?} {:?}: the file is of another model or another run, or damaged",
+                self.files_text(),
+                entry.dtype(),
+                entry.shape,
+                sizes.layers,
+                sizes.tokens,
+                sizes.continuation,
+                tensor.dtype(),
+                tensor.shape,
+            );
+        }
+        if let (Rule::LayerList(axis), Some(found)) = (entry.rule, tensor.as_i32()) {
+            let expected: Vec<i32> = sizes.layers_on(axis).iter().map(|&l| l as i32).collect();
+            ensure!(
+                found == expected,
+                "{}: tensor `{name}`: expected layers {expected:?} of this model, found {found:?}",
+                self.files_text()
+            );
+        }
+        Ok(())
+    }
+}

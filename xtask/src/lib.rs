@@ -1,0 +1,4 @@
+//! What `cargo xtask` can do, one module a command. `src/main.rs` only parses arguments.
+
+pub mod bench;
+pub mod synth;
