@@ -1,6 +1,7 @@
 //! An observer that keeps what expectations are about.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use anyhow::{Result, ensure};
 use k3_graph::{Observer, Point, Probe, Routing, Selected, Selection};
@@ -69,9 +70,8 @@ pub struct Recorder {
     /// `n_heads^-1/2 * head_dim^-1/2`, which scales no selection and is left out by the engine.
     score_scale: f64,
     tokens: usize,
-    chunk: usize,
-    /// Prompt tokens that are through all layers.
-    passed: usize,
+    /// Positions of the pass under way.
+    pass: Range<usize>,
     /// All positions, or the last.
     pub(super) activations: BTreeMap<(Slot, usize), Vec<f32>>,
     /// Of the last position.
@@ -111,8 +111,8 @@ impl Slot {
 }
 
 impl Recorder {
-    /// For a prompt of `sizes.tokens` that goes through the model in chunks of `chunk`.
-    pub fn new(sizes: &Sizes, chunk: usize, wanted: Wanted, injection: Injection) -> Self {
+    /// For a prompt of `sizes.tokens`.
+    pub fn new(sizes: &Sizes, wanted: Wanted, injection: Injection) -> Self {
         let indexer = sizes.config.indexer.as_ref();
         Self {
             wanted,
@@ -121,8 +121,7 @@ impl Recorder {
             topk: indexer.map_or(0, |i| i.topk),
             score_scale: indexer.map_or(1.0, |i| ((i.n_heads * i.head_dim) as f64).sqrt().recip()),
             tokens: sizes.tokens,
-            chunk: chunk.max(1),
-            passed: 0,
+            pass: 0..0,
             activations: BTreeMap::new(),
             mix_weights: BTreeMap::new(),
             prompt: Choices::default(),
@@ -130,8 +129,13 @@ impl Recorder {
         }
     }
 
+    /// The next pass runs these positions, with logits at each of them: a chunk of the prompt or one token after it.
+    pub fn begin(&mut self, pass: Range<usize>) {
+        self.pass = pass;
+    }
+
     fn in_prompt(&self) -> bool {
-        self.passed < self.tokens
+        self.pass.start < self.tokens
     }
 
     fn choices(&mut self) -> &mut Choices {
@@ -148,8 +152,6 @@ impl Observer for Recorder {
     }
 
     fn activation(&mut self, point: Point, values: &[f32]) {
-        // The final mix comes after the last layer, when the chunk counts as passed; so does that of a token after
-        // the prompt, which `wants` keeps away.
         let (slot, layer) = Slot::of(point);
         let kept = self.activations.entry((slot, layer)).or_default();
         if self.wanted.all_positions && slot.is_sublayer() {
@@ -169,15 +171,12 @@ impl Observer for Recorder {
         if !self.in_prompt() {
             return None;
         }
-        let end = (self.passed + self.chunk).min(self.tokens);
         let at = |position| (layer * self.tokens + position) * self.hidden;
-        values.get(at(self.passed)..at(end)).map(<[f32]>::to_vec)
+        values.get(at(self.pass.start)..at(self.pass.end)).map(<[f32]>::to_vec)
     }
 
     fn attn_res_weights(&mut self, point: Point, weights: &[f32]) {
-        // A weight matrix does not say how many sources it has: the rows are known, and so are the columns.
-        let rows = self.chunk.min(self.tokens - self.passed.min(self.tokens - 1));
-        let sources = weights.len() / rows.max(1);
+        let sources = weights.len() / self.pass.len().max(1);
         self.mix_weights.insert(Slot::of(point), weights[weights.len() - sources..].to_vec());
     }
 
@@ -203,11 +202,6 @@ impl Observer for Recorder {
                 choices.scores.entry(layer).or_default().push(scaled);
             }
         }
-    }
-
-    fn layer_done(&mut self, done: usize, layers: usize) -> std::ops::ControlFlow<()> {
-        let _ = (done, layers);
-        std::ops::ControlFlow::Continue(())
     }
 }
 

@@ -1,0 +1,27 @@
+//! A prompt for checkpoints that nothing is known about.
+
+use anyhow::{Result, ensure};
+use k3_graph::Device;
+use k3_runner::Engine;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+/// The last ids of the vocabulary are control slots (`docs/checkpoint.md` 6).
+const CONTROL_SLOTS: usize = 256;
+const SEED: u64 = 3;
+
+/// `len` ids, always the same for the same vocabulary: no special ids, and no control slots where the vocabulary has
+/// room for them.
+pub(super) fn fixed_prompt<D: Device>(engine: &Engine<D>, len: usize) -> Result<Vec<u32>> {
+    let config = engine.model().config();
+    let vocab = config.vocab_size;
+    let text = if vocab > 16 * CONTROL_SLOTS { vocab - CONTROL_SLOTS } else { vocab };
+    let special: Vec<u32> = engine.stop_ids().into_iter().chain(engine.suppressed_ids()).collect();
+    ensure!(
+        (0..text as u32).any(|id| !special.contains(&id)),
+        "the vocabulary of {vocab} has no id that is not special: nothing can be run"
+    );
+    let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+    let ids = std::iter::repeat_with(|| (rng.next_u64() % text as u64) as u32);
+    Ok(ids.filter(|id| !special.contains(id)).take(len).collect())
+}
