@@ -18,7 +18,7 @@ use crate::identity::CheckpointId;
 use crate::indexer::IndexerResolution;
 use crate::names::{Extent, IndexerNames, Names};
 use crate::shard_error::ShardError;
-use crate::shards::{Shards, TensorInfo};
+use crate::shards::{Shards, TensorInfo, check_directory};
 use crate::tensor_check::{check, load_vector};
 use crate::warning::Warning;
 use crate::{ModelConfig, TensorId, Variant};
@@ -90,6 +90,7 @@ impl Checkpoint {
         if let Some(names) = &options.indexer_names {
             names.check()?;
         }
+        check_directory(dir)?;
         let config_file = dir.join("config.json");
         let Some(json) = read_json(&config_file)? else {
             // A wrong path or an unfinished download has a better explanation than one absent file.

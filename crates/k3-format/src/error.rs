@@ -19,7 +19,7 @@ pub enum Error {
     #[error(transparent)]
     Shards(#[from] ShardError),
     /// A small file beside the shards could not be read.
-    #[error("reading {}: {source}", .file.display())]
+    #[error("reading {}", .file.display())]
     ReadFile {
         /// The file.
         file: PathBuf,
@@ -27,7 +27,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A small file beside the shards is not the JSON it should be.
-    #[error("{} is not valid: {source}; get this file again from where the checkpoint came from", .file.display())]
+    #[error("{} is not valid JSON; get this file again from where the checkpoint came from", .file.display())]
     Json {
         /// The file.
         file: PathBuf,
@@ -87,7 +87,7 @@ pub enum Error {
         found: usize,
     },
     /// Bytes do not make a matrix.
-    #[error("{name}: {source}")]
+    #[error("{name}")]
     Matrix {
         /// The tensor.
         name: String,

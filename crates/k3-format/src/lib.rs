@@ -4,6 +4,8 @@
 //! tensor with the one table of names, shapes and dtypes, and from then on hands out matrices, vectors and routed
 //! experts by what they are for. Nothing is guessed: what does not fit is refused with its name.
 
+#![deny(unsafe_code)]
+
 mod checkpoint;
 mod config;
 mod content;

@@ -335,7 +335,7 @@ impl fmt::Debug for Shards {
     }
 }
 
-fn check_directory(dir: &Path) -> Result<(), ShardError> {
+pub(crate) fn check_directory(dir: &Path) -> Result<(), ShardError> {
     match fs::metadata(dir) {
         Ok(metadata) if metadata.is_dir() => Ok(()),
         Ok(_) => Err(ShardError::NotADirectory { path: dir.to_owned() }),

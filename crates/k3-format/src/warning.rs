@@ -58,11 +58,11 @@ impl fmt::Display for Warning {
             Self::NarrowerThanRelease(names) => {
                 write!(f, "{} tensors are BF16 where the release has F32: {}", names.len(), names.join(", "))
             }
-            Self::Skipped { vision, activation_scales, cache_scales } => write!(
-                f,
-                "not needed for text and skipped: {vision} vision tensors, {activation_scales} activation scales, \
-                 {cache_scales} cache scales"
-            ),
+            Self::Skipped { vision, activation_scales, cache_scales } => {
+                let kinds = [("vision tensors", vision), ("activation scales", activation_scales), ("cache scales", cache_scales)];
+                let found = kinds.iter().filter(|(_, count)| **count > 0).map(|(kind, count)| format!("{count} {kind}"));
+                write!(f, "not needed for text and skipped: {}", found.collect::<Vec<_>>().join(", "))
+            }
             Self::UnknownTensors { count, first } => {
                 let more = if *count > first.len() { ", ..." } else { "" };
                 write!(f, "{count} unknown tensors outside the language model: {}{more}", first.join(", "))

@@ -453,6 +453,11 @@ impl StateFloat for f64 {
     }
 }
 
+/// `None` if the product overflows: shapes come from files.
+fn element_count(shape: &[usize]) -> Option<usize> {
+    shape.iter().try_fold(1usize, |n, &dim| n.checked_mul(dim))
+}
+
 /// The values of exactly these parts, after a check of names, order, shapes, lengths and precision.
 pub(crate) fn take_parts<T: StateFloat, const N: usize>(
     parts: &[StateTensor],
@@ -469,7 +474,7 @@ pub(crate) fn take_parts<T: StateFloat, const N: usize>(
     let mut out = [const { Vec::new() }; N];
     for ((part, (name, shape)), out) in parts.iter().zip(expected).zip(&mut out) {
         match T::of(&part.values) {
-            Some(values) if part.shape == shape && values.len() == shape.iter().product::<usize>() => {
+            Some(values) if part.shape == shape && element_count(shape) == Some(values.len()) => {
                 *out = values.to_vec();
             }
             _ => {

@@ -254,8 +254,11 @@ impl<D: Device> Model<D> {
         let pass = Pass { model: self, store, observer, spans, phase, failed };
         let results = pass.run(batch)?;
         for (span, result) in batch.iter_mut().zip(&results) {
-            span.state.broken = result.is_err();
-            span.state.position += span.tokens.len();
+            // A lost state keeps the position at which the pass that lost it started.
+            if result.is_ok() {
+                span.state.broken = false;
+                span.state.position += span.tokens.len();
+            }
         }
         Ok(results)
     }

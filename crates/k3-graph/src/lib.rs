@@ -24,7 +24,7 @@ mod state;
 
 pub use cpu::Cpu;
 pub use device::{Device, DeviceError, Routing, Selected, Selection};
-pub use forward::{ForwardError, Logits, LogitsWanted, Span, SpanError, SpanResult};
+pub use forward::{ForwardError, Logits, LogitsWanted, Place, Span, SpanError, SpanResult};
 pub use k3_format::WeightSource;
 pub use model::{LoadError, Model, ModelOptions};
 pub use observer::{Observer, Point, Probe, Silent};
