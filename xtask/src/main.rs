@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench, synth};
+use xtask::{bench, selfcheck, synth, trace};
 
 /// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
 #[derive(Parser)]
@@ -21,6 +21,10 @@ enum Command {
     /// Write a random but complete checkpoint of either variant, at any size
     Synth(synth::Args),
     Bench(bench::Args),
+    /// Check that this engine computes what it should, on the fixtures or on a checkpoint
+    Selfcheck(selfcheck::Args),
+    /// Write everything that happens inside the model for a prompt into a file
+    Trace(trace::Args),
 }
 
 fn main() -> ExitCode {
@@ -29,6 +33,8 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Selfcheck(args) => selfcheck::run(&args),
+        Command::Trace(args) => trace::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

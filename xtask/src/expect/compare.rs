@@ -93,6 +93,11 @@ pub(crate) fn relative_l2(found: &[f32], expected: &[f32]) -> (f64, f64) {
     (if error == 0.0 { 0.0 } else { (error / norm).sqrt() }, max)
 }
 
+/// Whether a distance is larger than `bound`, as a NaN is.
+pub(crate) fn exceeds(distance: f64, bound: f64) -> bool {
+    distance.is_nan() || distance > bound
+}
+
 /// Compares every tensor that a model of these sizes can have: absent ones are skipped, all others must be as
 /// expected. `bound` is for relative L2.
 ///
@@ -209,14 +214,13 @@ impl Comparison<'_> {
                     let range = at * rows * width..(at * rows + compared) * width;
                     let (distance, max) = relative_l2(&f[range.clone()], &e[range]);
                     max_abs = if max.is_nan() { max } else { max_abs.max(max) };
-                    // Written so that a NaN counts as worst, once and for all.
-                    if !(distance <= worst.0 || f64::is_nan(worst.0)) {
+                    if exceeds(distance, worst.0) && !worst.0.is_nan() {
                         worst = (distance, at);
                     }
                 }
                 let note = self.difference(expected, found, worst.1).map_or_else(String::new, |d| {
                     let place = self.place(d.at, d.row);
-                    if place.is_empty() { d.text } else { format!("{place}: {}", d.text) }
+                    if compared == 1 { place } else { format!("{place}: {}", d.text) }
                 });
                 let distance = Found::Distance { relative_l2: worst.0, max_abs, bound: self.bound };
                 Check::of(self.entry.name, worst.0 <= self.bound, distance, note)
@@ -228,9 +232,9 @@ impl Comparison<'_> {
                 };
                 let equal =
                     (0..slices).map(|at| (0..compared).filter(|&row| same(at, row)).count()).sum::<usize>();
-                let note = (0..slices).find_map(|at| self.difference(expected, found, at)).map(|d| {
-                    format!("first at {}: {}", self.place(d.at, d.row), d.text)
-                });
+                let note = (0..slices)
+                    .find_map(|at| self.difference(expected, found, at))
+                    .map(|d| format!("first at {}: {}", self.place(d.at, d.row), d.text));
                 // A continuation that forked is not equal just because the rest is not compared.
                 let of = slices * if self.entry.name == "greedy_ids" { rows } else { compared };
                 Check::of(self.entry.name, equal == of, Found::Equal { equal, of }, note.unwrap_or_default())
@@ -252,8 +256,7 @@ impl Comparison<'_> {
                     return None;
                 }
                 let of_row = |row| relative_l2(&f[range(row)], &e[range(row)]).0;
-                let exceeds = |distance: f64| !matches!(distance.partial_cmp(&self.bound), Some(std::cmp::Ordering::Less | std::cmp::Ordering::Equal));
-                let row = (0..compared).find(|&row| exceeds(of_row(row))).unwrap_or(0);
+                let row = (0..compared).find(|&row| exceeds(of_row(row), self.bound)).unwrap_or(0);
                 let text = format!("rel-L2 {:.1e}, {whole:.1e} over all of them", of_row(row));
                 let text = if compared == 1 { format!("rel-L2 {whole:.1e}") } else { text };
                 Some(Difference { at, row, text })
@@ -279,7 +282,11 @@ fn lists(expected: &[i32], found: &[i32]) -> String {
     };
     let show = |list: &[i32]| {
         let real: Vec<String> = list.iter().filter(|&&v| v >= 0).map(i32::to_string).collect();
-        if real.len() > 16 { format!("[{}, ...]", real[..16].join(", ")) } else { format!("[{}]", real.join(", ")) }
+        if real.len() > 16 {
+            format!("[{}, ...]", real[..16].join(", "))
+        } else {
+            format!("[{}]", real.join(", "))
+        }
     };
     let order = if sorted(expected) == sorted(found) { "the same choice in another order: " } else { "" };
     format!("{order}expected {}, found {}", show(expected), show(found))

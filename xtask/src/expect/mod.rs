@@ -17,4 +17,6 @@ pub use record::{Injection, Recorder, Wanted};
 pub use run::{Recording, record};
 pub use tensor::{Tensor, Tensors, Values, read_tensors, write_tensors};
 
-pub(crate) use compare::relative_l2;
+pub(crate) use compare::{Comparison, exceeds, relative_l2};
+pub(crate) use run::fits_context;
+pub(crate) use tensor::refuse_existing;

@@ -201,7 +201,10 @@ impl Collected<'_> {
             ("index_keys", Axis::Mla, "index_key"),
         ] {
             let values = self.each(axis, |l| part(l, of));
-            self.tensors.extend(shaped(self.sizes, name, values.len()).map(|e| (name.to_owned(), Tensor::f32(e.shape, values))));
+            self.tensors.extend(
+                shaped(self.sizes, name, values.len())
+                    .map(|e| (name.to_owned(), Tensor::f32(e.shape, values))),
+            );
         }
     }
 

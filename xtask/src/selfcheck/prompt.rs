@@ -6,7 +6,7 @@ use k3_runner::Engine;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// The last ids of the vocabulary are control slots (`docs/checkpoint.md` 6).
+/// The last ids of the vocabulary are control slots (`docs/checkpoint.md` 8).
 const CONTROL_SLOTS: usize = 256;
 const SEED: u64 = 3;
 

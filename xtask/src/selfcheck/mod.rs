@@ -1,0 +1,149 @@
+//! `cargo xtask selfcheck`: does this engine compute what it should, on these files, on this machine?
+//!
+//! Cycles through prefill chunk sizes must agree bit for bit, and everything that is expected of the checkpoint
+//! (`docs/vectors.md`) must hold. What cannot be checked is skipped, and skipped is not passed.
+
+mod divergence;
+mod model;
+mod print;
+pub(crate) mod progress;
+mod prompt;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail, ensure};
+use clap::ValueEnum;
+
+pub use divergence::{Divergence, Forced, Sublayer};
+pub(crate) use model::open;
+pub use model::{Bounds, Cycle, Report};
+pub(crate) use print::quoted;
+
+/// Checkpoints with expectations that come with the sources.
+const FIXTURES: [&str; 3] = ["tiny-k3", "tiny-k31", "dims-k31"];
+
+/// Arguments of `cargo xtask selfcheck`.
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  cargo xtask selfcheck
+      the three small checkpoints that come with the sources, all expectations
+  cargo xtask selfcheck --model /models/kimi-k3
+      cycles on a checkpoint of yours; with expected.safetensors in its folder, those too
+  cargo xtask selfcheck --model /models/kimi-k3 --expect /data/other-engine.safetensors
+      against the results of any engine, in the format of docs/vectors.md
+  cargo xtask selfcheck --device reference
+      the same in double precision, slowly: tells a wrong file from a wrong kernel
+
+Results go to stdout, progress to stderr. Exit code 0 only if something was checked and nothing failed.")]
+pub struct Args {
+    /// Snapshot to check [default: the three fixtures of the sources]
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// What runs the model
+    #[arg(long, value_enum, default_value_t = DeviceName::Cpu)]
+    pub device: DeviceName,
+    /// Runs to compare; they take the whole prompt at once, chunks of 7, and single tokens in turn
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub cycles: u32,
+    /// Expected results: a .safetensors or .json file, or a folder [default: those in the snapshot's folder]
+    #[arg(long, value_name = "FILE", requires = "model")]
+    pub expect: Option<PathBuf>,
+    /// Threads of the CPU device; 0 is one a core
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub threads: usize,
+    /// Use this prefill chunk size in all cycles
+    #[arg(long, value_name = "N")]
+    pub chunk: Option<usize>,
+    /// Length of the fixed prompt that runs where there are no expectations [default: 16]
+    #[arg(long, value_name = "N")]
+    pub tokens: Option<usize>,
+    /// Load only the first layers; expectations must be of as many
+    #[arg(long, value_name = "N", requires = "model")]
+    pub layers: Option<usize>,
+    /// Print every check, not only those that failed
+    #[arg(long, short)]
+    pub verbose: bool,
+}
+
+/// `--device`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DeviceName {
+    /// The host in single precision
+    Cpu,
+    /// The host in double precision, plain loops
+    Reference,
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        Self {
+            model: None,
+            device: DeviceName::Cpu,
+            cycles: 3,
+            expect: None,
+            threads: 0,
+            chunk: None,
+            tokens: None,
+            layers: None,
+            verbose: false,
+        }
+    }
+}
+
+/// Runs the command and prints its results.
+///
+/// # Errors
+/// What kept a checkpoint from being checked, or that checks failed.
+pub fn run(args: &Args) -> Result<()> {
+    let reports = check(args, &mut std::io::stdout())?;
+    let failed = reports.iter().filter(|r| !r.is_good()).count();
+    ensure!(failed == 0, "selfcheck failed for {failed} of {} models", reports.len());
+    Ok(())
+}
+
+/// Runs the command, with its results to `out`, and returns them: one report a model.
+///
+/// # Errors
+/// What kept a checkpoint from being checked. Failed checks are no error.
+pub fn check(args: &Args, out: &mut dyn std::io::Write) -> Result<Vec<Report>> {
+    if args.chunk == Some(0) {
+        bail!("--chunk 0: a chunk has at least one token");
+    }
+    if args.tokens == Some(0) {
+        bail!("--tokens 0: a prompt has at least one token");
+    }
+    let models = match &args.model {
+        Some(dir) => vec![dir.clone()],
+        None => fixtures()?,
+    };
+    let mut reports = Vec::new();
+    for dir in &models {
+        let report = match args.device {
+            DeviceName::Cpu => {
+                let device = k3_graph::Cpu::new(args.threads)?;
+                let threads = device.threads();
+                model::check(args, dir, device, threads, Bounds::CPU, out)?
+            }
+            DeviceName::Reference => model::check(args, dir, k3_graph::Reference, 1, Bounds::REFERENCE, out)?,
+        };
+        reports.push(report);
+    }
+    print::end(args, &reports, out)?;
+    Ok(reports)
+}
+
+/// The three folders, all of which must be there.
+fn fixtures() -> Result<Vec<PathBuf>> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
+    let dirs: Vec<PathBuf> = FIXTURES.iter().map(|name| root.join(name)).collect();
+    for dir in &dirs {
+        ensure!(
+            dir.join("config.json").is_file(),
+            "the fixture {} is not there: restore the `fixtures` folder of the sources, or name a checkpoint with \
+             --model DIR",
+            dir.display()
+        );
+    }
+    Ok(dirs.iter().map(|dir| std::fs::canonicalize(dir).unwrap_or_else(|_| dir.clone())).collect())
+}

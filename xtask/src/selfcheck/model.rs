@@ -1,0 +1,284 @@
+//! Checking one checkpoint.
+
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use k3_graph::select::argmax;
+use k3_graph::{Device, LogitsWanted, ModelOptions, Observer};
+use k3_runner::{Engine, EngineOptions, LogitsHash, OpenProgress, RunError};
+
+use super::divergence::{self, Divergence, Forced};
+use super::progress::Progress;
+use super::prompt::fixed_prompt;
+use super::{Args, print};
+use crate::expect::{
+    Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, compare, fits_context, record,
+};
+
+/// Prefill chunk sizes that cycles go through; the whole prompt comes before them.
+const CHUNKS: [usize; 2] = [7, 1];
+/// Length of the fixed prompt and of the continuation where nothing is expected.
+const PROMPT: usize = 16;
+const CONTINUATION: usize = 8;
+
+/// How far results may be from expected ones, in relative L2.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bounds {
+    /// Of the whole model, where errors add up over the layers.
+    pub model: f64,
+    /// Of one sublayer with expected inputs.
+    pub sublayer: f64,
+}
+
+impl Bounds {
+    /// Single precision (`docs/vectors.md` 5): a tenfold of what float32 arithmetic was measured to do.
+    pub const CPU: Self = Self { model: 3e-5, sublayer: 5e-6 };
+    /// Double precision against double precision, stored as f32.
+    pub const REFERENCE: Self = Self { model: 1e-7, sublayer: 1e-7 };
+}
+
+/// One run of the prompt and a greedy continuation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cycle {
+    /// Prompt tokens that went through the model at once.
+    pub chunk: usize,
+    /// Of the logits of all prompt positions.
+    pub logits_hash: LogitsHash,
+    /// Of the logits of the continuation.
+    pub continuation_hash: LogitsHash,
+    /// The id with the largest logit after the prompt.
+    pub top1: u32,
+    /// The continuation.
+    pub greedy: Vec<u32>,
+    /// For the prompt.
+    pub prefill: Duration,
+    /// For the whole cycle.
+    pub time: Duration,
+}
+
+/// What came of one checkpoint.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// Name of its folder.
+    pub model: String,
+    /// The runs.
+    pub cycles: Vec<Cycle>,
+    /// Everything that was compared or skipped.
+    pub checks: Vec<Check>,
+    /// Where the run first leaves the expectations.
+    pub divergence: Option<Divergence>,
+    /// Every sublayer with expected inputs.
+    pub forced: Option<Vec<Forced>>,
+    /// Names in the expectations that mean nothing for this model.
+    pub unknown: Vec<String>,
+    /// What the failures mean, line by line.
+    pub explanation: Vec<String>,
+}
+
+impl Report {
+    /// Checks with this outcome.
+    pub fn count(&self, outcome: Outcome) -> usize {
+        self.checks.iter().filter(|c| c.outcome == outcome).count()
+    }
+
+    /// Whether something was checked and nothing failed.
+    pub fn is_good(&self) -> bool {
+        self.count(Outcome::Failed) == 0 && self.count(Outcome::Passed) > 0
+    }
+
+    /// The check of this name.
+    pub fn check(&self, name: &str) -> Option<&Check> {
+        self.checks.iter().find(|c| c.name == name)
+    }
+}
+
+pub(super) fn check<D: Device>(
+    args: &Args,
+    dir: &Path,
+    device: D,
+    threads: usize,
+    bounds: Bounds,
+    out: &mut dyn Write,
+) -> Result<Report> {
+    let name = dir.canonicalize().ok().and_then(|d| d.file_name().map(|n| n.to_string_lossy().into_owned()));
+    let name = name.unwrap_or_else(|| dir.display().to_string());
+    let started = Instant::now();
+    let mut engine = open(dir, device, args.layers)?;
+    print::opened(&engine, &name, threads, started.elapsed(), out)?;
+
+    let expected = match &args.expect {
+        Some(path) => Some(Expectations::read(path)?),
+        None => Expectations::beside(dir)?,
+    };
+    let config = engine.model().config().clone();
+    let layers = engine.model().num_layers();
+    let (prompt, continuation) = if let Some(expected) = &expected {
+        if args.tokens.is_some() {
+            bail!("--tokens has no use here: the prompt comes from {}", expected.files_text());
+        }
+        (expected.prompt(config.vocab_size)?, expected.continuation())
+    } else {
+        let context = config.max_position_embeddings;
+        let tokens = args.tokens.unwrap_or(PROMPT).min(context);
+        (fixed_prompt(&engine, tokens)?, CONTINUATION.min(context - tokens))
+    };
+    let sizes = Sizes { config, layers, tokens: prompt.len(), continuation };
+    fits_context(&sizes)?;
+    let unknown = expected.as_ref().map_or_else(|| Ok(Vec::new()), |e| e.validate(&sizes))?;
+    print::expectations(expected.as_ref(), &unknown, &sizes, out)?;
+
+    let mut report = Report {
+        model: name,
+        cycles: Vec::new(),
+        checks: Vec::new(),
+        divergence: None,
+        forced: None,
+        unknown,
+        explanation: Vec::new(),
+    };
+    let outcome =
+        fill(args, &mut engine, &prompt, expected.as_ref(), &sizes, bounds, threads, &mut report, out);
+    match outcome.map_err(anyhow::Error::downcast::<RunError>) {
+        Ok(()) => report.checks.insert(0, Check::of("finite", true, Found::Nothing, "")),
+        // The files are readable, and what they hold is no model: a result, not an obstacle.
+        Err(Ok(RunError::Span(error))) => {
+            report.checks.insert(0, Check::of("finite", false, Found::Nothing, error.to_string()));
+        }
+        Err(Ok(error)) => return Err(error).with_context(|| format!("running {}", report.model)),
+        Err(Err(error)) => return Err(error),
+    }
+    print::model(args, &report, out)?;
+    Ok(report)
+}
+
+fn fill<D: Device>(
+    args: &Args,
+    engine: &mut Engine<D>,
+    prompt: &[u32],
+    expected: Option<&Expectations>,
+    sizes: &Sizes,
+    bounds: Bounds,
+    threads: usize,
+    report: &mut Report,
+    out: &mut dyn Write,
+) -> Result<()> {
+    for i in 0..args.cycles as usize {
+        let chunk = match (args.chunk, i % (CHUNKS.len() + 1)) {
+            (Some(chunk), _) => chunk.min(prompt.len()),
+            (None, 0) => prompt.len(),
+            (None, turn) => CHUNKS[turn - 1].min(prompt.len()),
+        };
+        engine.set_chunk_tokens(chunk);
+        let cycle = run_cycle(engine, prompt, sizes.continuation, &format!("cycle {}", i + 1))?;
+        print::cycle(i + 1, &report.model, engine, threads, &cycle, out)?;
+        report.cycles.push(cycle);
+    }
+    let (first, rest) = report.cycles.split_first().context("there is at least one cycle")?;
+    let same = |c: &&Cycle| {
+        (c.logits_hash, c.continuation_hash, &c.greedy)
+            == (first.logits_hash, first.continuation_hash, &first.greedy)
+    };
+    let equal = 1 + rest.iter().filter(same).count();
+    let of = report.cycles.len();
+    report.checks.push(if of == 1 {
+        Check::skipped("bit-identical cycles", "one cycle has nothing to be identical with")
+    } else {
+        let differs = rest.iter().find(|c| !same(c)).map_or(0, |c| c.chunk);
+        let note = format!("chunk {differs} gives other bits than chunk {}", first.chunk);
+        Check::of("bit-identical cycles", equal == of, Found::Equal { equal, of }, note)
+    });
+
+    let Some(expected) = expected else {
+        report.checks.push(Check::skipped("expectations", "there are none: pass --expect FILE"));
+        return Ok(());
+    };
+    engine.set_chunk_tokens(args.chunk.unwrap_or(prompt.len()).min(EngineOptions::default().chunk_tokens));
+    let recording = recorded(engine, prompt, expected, sizes)?;
+    let observed = LogitsHash::of(&recording.logits);
+    let note = "a run that is watched gives other bits than one that is not";
+    report.checks.push(Check::of("watched run", observed == first.logits_hash, Found::Nothing, note));
+    report.checks.extend(compare(expected, &recording.tensors, sizes, bounds.model));
+    report.forced = divergence::forced(engine, prompt, expected, sizes)?;
+    report.checks.extend(divergence::forced_checks(report.forced.as_deref(), sizes, bounds.sublayer));
+    report.divergence = divergence::locate(expected, &recording.tensors, sizes, bounds.model);
+    report.explanation = divergence::explain(
+        &report.checks,
+        report.divergence.as_ref(),
+        report.forced.as_deref(),
+        bounds.sublayer,
+    );
+    Ok(())
+}
+
+pub(crate) fn open<D: Device>(dir: &Path, device: D, layers: Option<usize>) -> Result<Engine<D>> {
+    let mut options = EngineOptions::default();
+    options.model = ModelOptions::default().with_layers(layers);
+    let mut progress: Option<Progress> = None;
+    let engine = Engine::open(dir, device, &options, &mut |at| {
+        if let OpenProgress::Loaded { layers, of } = at {
+            progress.get_or_insert_with(|| Progress::new("loading layers", of)).set(layers as u64);
+        }
+    })?;
+    Ok(engine)
+}
+
+fn run_cycle<D: Device>(
+    engine: &Engine<D>,
+    prompt: &[u32],
+    continuation: usize,
+    label: &str,
+) -> Result<Cycle> {
+    let started = Instant::now();
+    let passes = prompt.len().div_ceil(engine.chunk_tokens()) + continuation;
+    let mut watch = Watch(Progress::new(label, passes * engine.model().num_layers()));
+    let mut sequence = engine.new_sequence()?;
+    let logits = engine.run(&mut sequence, prompt, LogitsWanted::All, &mut watch)?;
+    let prefill = started.elapsed();
+    let mut row = logits.last().context("a prompt has logits")?.to_vec();
+    let top1 = argmax(&row).context("logits are numbers")?;
+    let (mut greedy, mut rows) = (Vec::new(), Vec::new());
+    for _ in 0..continuation {
+        let token = argmax(&row).context("logits are numbers")?;
+        greedy.push(token);
+        row = engine.run(&mut sequence, &[token], LogitsWanted::Last, &mut watch)?.values;
+        rows.extend_from_slice(&row);
+    }
+    ensure!(logits.values.len() == prompt.len() * logits.width, "logits of {} positions", prompt.len());
+    Ok(Cycle {
+        chunk: engine.chunk_tokens(),
+        logits_hash: LogitsHash::of(&logits.values),
+        continuation_hash: LogitsHash::of(&rows),
+        top1,
+        greedy,
+        prefill,
+        time: started.elapsed(),
+    })
+}
+
+fn recorded<D: Device>(
+    engine: &Engine<D>,
+    prompt: &[u32],
+    expected: &Expectations,
+    sizes: &Sizes,
+) -> Result<Recording> {
+    let wanted = Wanted {
+        all_positions: divergence::has_all_positions(expected, sizes),
+        index_scores: expected.tensors.contains_key("index_scores"),
+    };
+    let passes = prompt.len().div_ceil(engine.chunk_tokens()) + sizes.continuation;
+    let mut progress = Progress::new("comparing", passes * sizes.layers);
+    Ok(record(engine, prompt, sizes, wanted, Injection::default(), &mut || progress.step())?)
+}
+
+/// Watches nothing but the time.
+struct Watch(Progress);
+
+impl Observer for Watch {
+    fn layer_done(&mut self, _done: usize, _layers: usize) -> ControlFlow<()> {
+        self.0.step();
+        ControlFlow::Continue(())
+    }
+}

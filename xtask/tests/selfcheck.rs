@@ -1,0 +1,324 @@
+//! `cargo xtask selfcheck`, through its library entry and as a program.
+
+#[allow(dead_code, reason = "each test binary uses its part")]
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use k3_format::{Checkpoint, ExpertLocation, OpenOptions, Role, TensorId};
+use support::{changed, copy, f32s, fixture, i32s, on, refusal, selfcheck, temporary};
+use xtask::expect::{Outcome, Tensor, Tensors};
+use xtask::selfcheck::{Args, DeviceName, Report, Sublayer};
+
+/// Names of the checks with an outcome.
+fn names(report: &Report, outcome: Outcome) -> Vec<&str> {
+    report.checks.iter().filter(|c| c.outcome == outcome).map(|c| c.name.as_str()).collect()
+}
+
+fn fixtures_pass(device: DeviceName) {
+    let (reports, text) = selfcheck(&Args { device, ..Args::default() });
+    let models: Vec<&str> = reports.iter().map(|r| r.model.as_str()).collect();
+    assert_eq!(models, ["tiny-k3", "tiny-k31", "dims-k31"]);
+    for report in &reports {
+        assert!(report.is_good(), "{text}");
+        let chunks: Vec<usize> = report.cycles.iter().map(|c| c.chunk).collect();
+        assert_eq!(chunks[1..], [7, 1]);
+        assert!(chunks[0] > 7);
+        // Everything that the fixtures hold is compared, nothing is skipped.
+        assert_eq!(names(report, Outcome::Skipped), [""; 0]);
+        let indexed = usize::from(report.model != "tiny-k3") * 4;
+        assert_eq!(report.count(Outcome::Passed), 33 + indexed);
+        assert!(report.unknown.is_empty(), "{:?}", report.unknown);
+    }
+    let lines = |word: &str| text.lines().filter(|l| l.trim_start().starts_with(word)).count();
+    assert_eq!((lines("cycle "), lines("PASS "), lines("FAIL ")), (9, 4, 0), "{text}");
+    assert!(text.lines().last().unwrap().starts_with("next: cargo xtask "), "{text}");
+}
+
+#[test]
+fn fixtures_pass_on_the_cpu() {
+    fixtures_pass(DeviceName::Cpu);
+}
+
+#[test]
+fn fixtures_pass_on_the_reference() {
+    fixtures_pass(DeviceName::Reference);
+}
+
+/// A change of the expectations fails exactly these checks, and the first note says this.
+#[track_caller]
+fn check_changed(change: impl FnOnce(&mut Tensors), failed: &[&str], note: &str) -> Report {
+    let (_dir, file) = changed("tiny-k31", change);
+    let (reports, text) = selfcheck(&on(fixture("tiny-k31"), Some(&file)));
+    let [report] = reports.try_into().unwrap();
+    assert!(!report.is_good());
+    assert_eq!(names(&report, Outcome::Failed), failed, "{text}");
+    assert!(report.check(failed[0]).unwrap().note.contains(note), "{text}");
+    assert!(text.contains("FAIL tiny-k31") && text.contains(failed[0]), "{text}");
+    report
+}
+
+#[test]
+fn one_greedy_id_changed() {
+    let change = |t: &mut Tensors| i32s(t.get_mut("greedy_ids").unwrap())[5] ^= 1;
+    check_changed(change, &["greedy_ids"], "first at token 5 after the prompt: expected 447, found 446");
+}
+
+#[test]
+fn one_router_index_changed() {
+    // MoE layer 3 is decoder layer 4; 80 tokens, top-4.
+    let change = |t: &mut Tensors| i32s(t.get_mut("router_idx").unwrap())[(3 * 80 + 9) * 4] ^= 1;
+    let report = check_changed(change, &["router_idx"], "first at layer 4, position 9: expected [");
+    let divergence = report.divergence.unwrap();
+    assert_eq!(
+        (divergence.layer, divergence.sublayer, divergence.position),
+        (Some(4), Sublayer::Router, Some(9))
+    );
+}
+
+#[test]
+fn router_order_counts() {
+    let change = |t: &mut Tensors| i32s(t.get_mut("router_idx").unwrap()).swap(0, 1);
+    check_changed(change, &["router_idx"], "first at layer 1, position 0: the same choice in another order");
+}
+
+#[test]
+fn one_selected_key_changed() {
+    let change = |t: &mut Tensors| i32s(t.get_mut("index_sel").unwrap())[(2 * 80 + 79) * 16 + 15] = 0;
+    let report = check_changed(change, &["index_sel"], "position 79");
+    assert_eq!(report.divergence.unwrap().sublayer, Sublayer::Indexer);
+}
+
+#[test]
+fn scaled_logits() {
+    let change = |t: &mut Tensors| f32s(t.get_mut("logits").unwrap()).iter_mut().for_each(|v| *v *= 1.001);
+    let report = check_changed(change, &["logits"], "position 0: rel-L2 1.0e-3");
+    let divergence = report.divergence.unwrap();
+    assert_eq!((divergence.layer, divergence.sublayer), (None, Sublayer::LmHead));
+}
+
+#[test]
+fn nan_is_no_agreement() {
+    let change = |t: &mut Tensors| f32s(t.get_mut("kda_state").unwrap())[7] = f32::NAN;
+    check_changed(change, &["kda_state"], "layer 0");
+}
+
+#[test]
+fn absent_tensors_are_skipped_not_passed() {
+    let (_dir, file) = changed("tiny-k31", |t| {
+        t.retain(|name, _| ["input_ids", "logits"].contains(&name.as_str()));
+        t.insert("by_another_engine".to_owned(), Tensor::f32([1], vec![0.0]));
+    });
+    let (reports, text) = selfcheck(&on(fixture("tiny-k31"), Some(&file)));
+    let [report] = reports.try_into().unwrap();
+    assert!(report.is_good());
+    assert_eq!(names(&report, Outcome::Passed), ["finite", "watched run", "logits", "logits argmax"]);
+    let skipped = names(&report, Outcome::Skipped);
+    for name in ["bit-identical cycles", "router_idx", "index_sel", "kda_state", "attn_in", "MoE alone"] {
+        assert!(skipped.contains(&name), "{name}: {text}");
+    }
+    assert_eq!(report.unknown, ["by_another_engine"]);
+    assert!(text.contains(&format!("4 passed, 0 failed, {} skipped", skipped.len())), "{text}");
+}
+
+#[test]
+fn without_expectations() {
+    let dir = copy("tiny-k3", &["expected.safetensors", "expected.json", "trace.safetensors"]);
+    let args = Args { cycles: 3, tokens: Some(20), ..on(dir.path(), None) };
+    let (reports, text) = selfcheck(&args);
+    let [report] = reports.try_into().unwrap();
+    assert!(report.is_good());
+    assert_eq!(names(&report, Outcome::Passed), ["finite", "bit-identical cycles"]);
+    assert_eq!(names(&report, Outcome::Skipped), ["expectations"]);
+    assert_eq!(report.cycles.iter().map(|c| c.chunk).collect::<Vec<_>>(), [20, 7, 1]);
+    assert_eq!(report.cycles[0].greedy.len(), 8);
+    assert!(text.contains("--expect FILE"), "{text}");
+}
+
+#[test]
+fn a_json_alone_is_enough() {
+    let dir = copy("tiny-k3", &["expected.safetensors", "trace.safetensors"]);
+    let (reports, text) = selfcheck(&on(dir.path(), Some(&dir.path().join("expected.json"))));
+    assert!(reports[0].check("greedy (json)").is_some_and(|c| c.outcome == Outcome::Passed), "{text}");
+}
+
+/// Flips a bit of the first scale of the first matrix of an expert, in the file.
+fn damage(dir: &Path, layer: usize, expert: u32) {
+    let checkpoint = Checkpoint::open(dir, &OpenOptions::default()).unwrap();
+    let experts = checkpoint.experts();
+    let ExpertLocation::Run { shard, begin } = experts.location(layer, expert).unwrap() else {
+        panic!("fixture experts lie in one piece");
+    };
+    let at = begin as usize + experts.layout().parts[1].start;
+    let file = dir.join(&checkpoint.shards().files()[shard].name);
+    let mut bytes = fs::read(&file).unwrap();
+    bytes[at] ^= 4;
+    fs::write(&file, bytes).unwrap();
+}
+
+#[test]
+fn a_flipped_bit_in_an_expert_is_located() {
+    let dir = copy("tiny-k31", &[]);
+    damage(dir.path(), 5, 3);
+    let (reports, text) = selfcheck(&on(dir.path(), None));
+    let [report] = reports.try_into().unwrap();
+    assert!(!report.is_good());
+    let divergence = report.divergence.as_ref().unwrap();
+    assert_eq!((divergence.layer, divergence.sublayer), (Some(5), Sublayer::Moe), "{text}");
+    // Later layers inherit the error; only this one is wrong with the right input.
+    let wrong: Vec<_> = report.forced.as_ref().unwrap().iter().filter(|f| f.relative_l2 > 5e-6).collect();
+    assert_eq!(
+        wrong.iter().map(|f| (f.layer, f.sublayer)).collect::<Vec<_>>(),
+        [(5, Sublayer::Moe)],
+        "{text}"
+    );
+    assert_eq!(report.check("attn_in").unwrap().outcome, Outcome::Failed);
+    assert_eq!(report.check("KDA alone").unwrap().outcome, Outcome::Passed);
+    assert!(text.contains("first divergence: layer 5, MoE, position "), "{text}");
+    assert!(text.contains("wrong itself, with expected inputs: layer 5 MoE"), "{text}");
+}
+
+#[test]
+fn a_divergence_is_located_by_the_last_position_alone() {
+    let dir = copy("tiny-k31", &["trace.safetensors"]);
+    for expert in 0..16 {
+        damage(dir.path(), 5, expert);
+    }
+    let (reports, text) = selfcheck(&on(dir.path(), None));
+    let divergence = reports[0].divergence.as_ref().unwrap();
+    assert_eq!(
+        (divergence.layer, divergence.sublayer, divergence.position),
+        (Some(5), Sublayer::Moe, Some(79)),
+        "{text}"
+    );
+    assert!(text.contains("errors cannot be told from inherited ones"), "{text}");
+}
+
+#[test]
+fn a_weight_that_is_not_a_number_is_a_failed_check() {
+    let dir = copy("tiny-k3", &[]);
+    let checkpoint = Checkpoint::open(dir.path(), &OpenOptions::default()).unwrap();
+    let tensor = checkpoint.tensor(TensorId::model(Role::LmHead)).unwrap();
+    let file = dir.path().join(&checkpoint.shards().files()[tensor.shard].name);
+    let mut bytes = fs::read(&file).unwrap();
+    bytes[tensor.begin as usize..][..2].copy_from_slice(&0x7fc0_u16.to_le_bytes());
+    fs::write(&file, bytes).unwrap();
+    let (reports, text) = selfcheck(&on(dir.path(), None));
+    assert!(!reports[0].is_good());
+    let check = reports[0].check("finite").unwrap();
+    assert_eq!(check.outcome, Outcome::Failed);
+    assert!(check.note.contains("position 0, logits"), "{text}");
+}
+
+/// Malformed expectations are refused with this in the message.
+#[track_caller]
+fn check_refused(change: impl FnOnce(&mut Tensors), parts: &[&str]) {
+    let (_dir, file) = changed("tiny-k31", change);
+    let error = refusal(&on(fixture("tiny-k31"), Some(&file)));
+    for part in parts {
+        assert!(error.contains(part), "`{part}` is not in: {error}");
+    }
+}
+
+#[test]
+fn malformed_expectations() {
+    let put = |name: &'static str, tensor: Tensor| {
+        move |t: &mut Tensors| {
+            t.insert(name.to_owned(), tensor);
+        }
+    };
+    check_refused(
+        put("logits", Tensor::f32([2, 2], vec![0.0; 4])),
+        &["`logits`", "[80, 512]", "[2, 2]", "changed.safetensors"],
+    );
+    check_refused(put("router_idx", Tensor::f32([1], vec![0.0])), &["`router_idx`", "I32", "F32"]);
+    check_refused(put("input_ids", Tensor::i32([0], vec![])), &["`input_ids`"]);
+    check_refused(put("input_ids", Tensor::i32([1], vec![512])), &["`input_ids`", "512"]);
+    check_refused(put("input_ids", Tensor::i32([1], vec![-1])), &["`input_ids`", "-1"]);
+    check_refused(put("kda_layers", Tensor::i32([9], vec![0; 9])), &["`kda_layers`", "[0, 1, 2, 4"]);
+    check_refused(put("greedy_ids", Tensor::i32([], vec![1])), &["`greedy_ids`", "[]"]);
+    check_refused(
+        put("input_ids", Tensor::i32([5000], vec![1; 5000])),
+        &["5000 prompt tokens", "context of 4096"],
+    );
+    check_refused(
+        |t| {
+            t.remove("input_ids");
+        },
+        &["no prompt", "input_ids"],
+    );
+}
+
+#[test]
+fn files_that_are_no_expectations() {
+    let dir = temporary();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = dir.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    };
+    let cases = [
+        (dir.path().join("absent.safetensors"), "no such file"),
+        (file("short.safetensors", &[1, 2, 3]), "short.safetensors"),
+        (file("long.safetensors", &[0xff; 64]), "long.safetensors"),
+        (file("broken.json", b"{"), "is not JSON"),
+        (file("wrong.json", b"{\"prompt\": [1, \"2\"]}"), "`prompt`"),
+        (file("other.txt", b""), "other.txt"),
+        (dir.path().to_owned(), "holds neither"),
+    ];
+    for (path, part) in cases {
+        let error = refusal(&on(fixture("tiny-k3"), Some(&path)));
+        assert!(error.contains(part), "`{part}` is not in: {error}");
+    }
+}
+
+#[test]
+fn a_cut_shard_is_named() {
+    let dir = copy("tiny-k31", &[]);
+    let shard = dir.path().join("model-00002-of-000003.safetensors");
+    let bytes = fs::read(&shard).unwrap();
+    fs::write(&shard, &bytes[..bytes.len() - 4096]).unwrap();
+    let error = refusal(&on(dir.path(), None));
+    assert!(error.contains("model-00002-of-000003.safetensors"), "{error}");
+    assert!(error.contains(&(bytes.len() - 4096).to_string()), "{error}");
+}
+
+#[test]
+fn arguments_that_cannot_be_honoured() {
+    let model = || fixture("tiny-k3");
+    let cases = [
+        (Args { chunk: Some(0), ..on(model(), None) }, "--chunk 0"),
+        (Args { tokens: Some(0), ..on(model(), None) }, "--tokens 0"),
+        (Args { tokens: Some(4), ..on(model(), None) }, "the prompt comes from"),
+        (Args { layers: Some(14), ..on(model(), None) }, "14 layers asked for"),
+        (on("/no/such/checkpoint", None), "/no/such/checkpoint"),
+    ];
+    for (args, part) in cases {
+        let error = refusal(&args);
+        assert!(error.contains(part), "`{part}` is not in: {error}");
+    }
+}
+
+/// Runs the program: whether it says success, and what it printed to stdout and stderr.
+fn program(args: &[&str]) -> (bool, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_xtask")).arg("selfcheck").args(args).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.success(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn exit_codes() {
+    let tiny = fixture("tiny-k3");
+    let tiny = tiny.to_str().unwrap();
+    let (good, out, _) = program(&["--model", tiny, "--cycles", "1", "--threads", "1"]);
+    assert!(good && out.contains("PASS tiny-k3") && out.contains("1 thread "), "{out}");
+
+    let (_dir, file) = changed("tiny-k3", |t| i32s(t.get_mut("greedy_ids").unwrap())[0] ^= 1);
+    let (good, out, err) = program(&["--model", tiny, "--cycles", "1", "--expect", file.to_str().unwrap()]);
+    assert!(!good && out.contains("FAIL tiny-k3") && err.contains("1 of 1 models"), "{out}{err}");
+
+    let (good, _, err) = program(&["--device", "cuda"]);
+    assert!(!good && err.contains("cuda") && err.contains("cpu, reference"), "{err}");
+}

@@ -1,0 +1,174 @@
+//! `cargo xtask trace`, through its library entry.
+
+#[allow(dead_code, reason = "each test binary uses its part")]
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use support::{fixture, on, selfcheck, temporary};
+use xtask::expect::{Outcome, Tensors, read_tensors};
+use xtask::selfcheck::{self, DeviceName};
+use xtask::trace::{Args, run};
+
+fn args(model: &str, out: PathBuf) -> Args {
+    Args {
+        model: fixture(model),
+        ids: vec![3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4],
+        ids_file: None,
+        layers: None,
+        inject: None,
+        greedy: 4,
+        device: DeviceName::Cpu,
+        threads: 2,
+        out,
+        force: false,
+    }
+}
+
+fn distance(found: &Tensors, expected: &Tensors, name: &str) -> f64 {
+    let of = |tensors: &Tensors| tensors[name].as_f32().unwrap().to_vec();
+    let (found, expected) = (of(found), of(expected));
+    assert_eq!(found.len(), expected.len());
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+    let error = squares(&mut found.iter().zip(&expected).map(|(f, e)| f64::from(*f) - f64::from(*e)));
+    (error / squares(&mut expected.iter().map(|e| f64::from(*e)))).sqrt()
+}
+
+/// A trace, read back as the expectations of another run, which is on `device`.
+fn roundtrip(model: &str, layers: Option<usize>, device: DeviceName) {
+    let dir = temporary();
+    let out = dir.path().join("run.safetensors");
+    run(&Args { layers, ..args(model, out.clone()) }).unwrap();
+    let check = selfcheck::Args { layers, device, ..on(fixture(model), Some(&out)) };
+    let (reports, text) = selfcheck(&check);
+    assert!(reports[0].is_good(), "{text}");
+    // Nothing that could be in a trace is missing: what is skipped is in no file of tensors.
+    let skipped = reports[0].checks.iter().filter(|c| c.outcome == Outcome::Skipped);
+    assert_eq!(skipped.map(|c| c.name.as_str()).collect::<Vec<_>>(), ["bit-identical cycles"], "{text}");
+    assert!(reports[0].unknown.is_empty());
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "one file, and no other beside it");
+}
+
+#[test]
+fn roundtrip_k3() {
+    roundtrip("tiny-k3", None, DeviceName::Cpu);
+}
+
+#[test]
+fn roundtrip_k31() {
+    roundtrip("tiny-k31", None, DeviceName::Cpu);
+}
+
+#[test]
+fn roundtrip_of_four_layers() {
+    roundtrip("tiny-k31", Some(4), DeviceName::Cpu);
+}
+
+#[test]
+fn the_last_of_three_layers() {
+    let dir = temporary();
+    let out = dir.path().join("run.safetensors");
+    run(&Args { layers: Some(3), greedy: 0, ..args("tiny-k3", out.clone()) }).unwrap();
+    let tensors = read_tensors(&out).unwrap();
+    assert_eq!(tensors["attn_in"].shape, [3, 20, 128]);
+    assert_eq!(tensors["logits"].shape, [20, 512]);
+    assert_eq!(tensors["router_layers"].as_i32().unwrap(), [1, 2]);
+    assert!(!tensors.contains_key("greedy_ids") && !tensors.contains_key("mla_layers"));
+}
+
+/// The trace of a fixture's own prompt is that of the fixture.
+#[test]
+fn as_the_fixture() {
+    let dir = temporary();
+    let prompt = dir.path().join("prompt.txt");
+    let expected = read_tensors(&fixture("tiny-k31").join("expected.safetensors")).unwrap();
+    fs::write(&prompt, format!("{:?}\n", expected["input_ids"].as_i32().unwrap())).unwrap();
+    let out = dir.path().join("run.safetensors");
+    let ids = Args { ids: Vec::new(), ids_file: Some(prompt), greedy: 16, ..args("tiny-k31", out.clone()) };
+    run(&ids).unwrap();
+    let found = read_tensors(&out).unwrap();
+    for (name, tensor) in &expected {
+        assert_eq!(found[name].shape, tensor.shape, "{name}");
+        assert_eq!(found[name].dtype(), tensor.dtype(), "{name}");
+        if tensor.as_i32().is_some() {
+            assert_eq!(found[name], *tensor, "{name}");
+        }
+    }
+    // Gaps are differences of nearly equal numbers: absolute, and infinite at the same places.
+    for name in ["router_gap", "index_gap"] {
+        let (found, expected) = (found[name].as_f32().unwrap(), expected[name].as_f32().unwrap());
+        let near = |(f, e): (&f32, &f32)| f == e || (f - e).abs() < 2e-5;
+        assert!(found.iter().zip(expected).all(near), "{name}");
+    }
+}
+
+#[test]
+fn injected_inputs_give_the_outputs_of_the_fixture() {
+    for model in ["tiny-k3", "tiny-k31", "dims-k31"] {
+        let dir = temporary();
+        let out = dir.path().join("run.safetensors");
+        let theirs = fixture(model).join("trace.safetensors");
+        let expected = read_tensors(&fixture(model).join("expected.safetensors")).unwrap();
+        let ids = expected["input_ids"].as_i32().unwrap().iter().map(|&id| id as u32).collect();
+        run(&Args { ids, inject: Some(theirs.clone()), ..args(model, out.clone()) }).unwrap();
+        let (found, expected) = (read_tensors(&out).unwrap(), read_tensors(&theirs).unwrap());
+        assert_eq!(found["attn_in"], expected["attn_in"]);
+        assert_eq!(found["mlp_in"], expected["mlp_in"]);
+        for name in ["attn_out", "mlp_out"] {
+            let distance = distance(&found, &expected, name);
+            assert!(distance < 1e-6, "{model}: {name} {distance:.1e}");
+        }
+        assert!(!found.contains_key("greedy_ids"));
+    }
+}
+
+/// A refused command names this, and writes nothing.
+#[track_caller]
+fn refused(args: &Args, part: &str) {
+    let error = format!("{:#}", run(args).expect_err("it ran"));
+    assert!(error.contains(part), "`{part}` is not in: {error}");
+}
+
+#[test]
+fn refusals() {
+    let dir = temporary();
+    let out = dir.path().join("run.safetensors");
+    let base = args("tiny-k3", out.clone());
+    let text = dir.path().join("ids.txt");
+    fs::write(&text, "1, 2, three").unwrap();
+
+    refused(&Args { ids: vec![512], ..base.clone() }, "512");
+    refused(&Args { ids: Vec::new(), ids_file: Some(text), ..base.clone() }, "`three`");
+    refused(&Args { ids: vec![1; 4097], ..base.clone() }, "context of 4096");
+    refused(&Args { layers: Some(0), ..base.clone() }, "0 layers");
+    refused(&Args { out: fixture("tiny-k3").join("run.safetensors"), ..base.clone() }, "only read");
+    refused(
+        &Args { out: Path::new("/no/such/folder/run.safetensors").into(), ..base.clone() },
+        "/no/such/folder",
+    );
+    let theirs = fixture("tiny-k3").join("trace.safetensors");
+    refused(&Args { inject: Some(theirs), ..base.clone() }, "`attn_in`");
+    let expected = fixture("tiny-k3").join("expected.safetensors");
+    refused(&Args { inject: Some(expected), ..base.clone() }, "neither `attn_in` nor `mlp_in`");
+    assert!(!out.exists());
+
+    fs::write(&out, "mine").unwrap();
+    refused(&base, "--force");
+    assert_eq!(fs::read(&out).unwrap(), b"mine");
+    run(&Args { force: true, ..base }).unwrap();
+    assert!(read_tensors(&out).unwrap().contains_key("logits"));
+}
+
+/// A link is replaced, what it points to is not.
+#[cfg(unix)]
+#[test]
+fn links_are_not_written_through() {
+    let dir = temporary();
+    let (target, link) = (dir.path().join("target"), dir.path().join("link.safetensors"));
+    fs::write(&target, "theirs").unwrap();
+    std::os::unix::fs::symlink(&target, &link).unwrap();
+    refused(&args("tiny-k3", link.clone()), "--force");
+    run(&Args { force: true, layers: Some(1), ..args("tiny-k3", link) }).unwrap();
+    assert_eq!(fs::read(&target).unwrap(), b"theirs");
+}
