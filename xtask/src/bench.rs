@@ -72,7 +72,11 @@ fn index(dir: &Path, repeat: usize) -> Result<()> {
     }
     match (before, peak_memory()) {
         (Some(before), Some(peak)) => {
-            println!("peak memory {:.0} MB, {:.0} MB of it before opening", peak as f64 / 1e6, before as f64 / 1e6);
+            println!(
+                "peak memory {:.0} MB, {:.0} MB of it before opening",
+                peak as f64 / 1e6,
+                before as f64 / 1e6
+            );
         }
         _ => println!("peak memory not measured: there is no /proc here"),
     }

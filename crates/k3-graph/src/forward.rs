@@ -237,6 +237,9 @@ impl<D: Device> Model<D> {
         observer: &mut dyn Observer,
     ) -> Result<Vec<SpanResult>, ForwardError> {
         self.check(batch)?;
+        if batch.is_empty() {
+            return Ok(Vec::new());
+        }
         let mut start = 0;
         let spans: Vec<Rows> = batch
             .iter()
@@ -282,15 +285,7 @@ impl<D: Device> Model<D> {
             if end > max_position_embeddings {
                 return Err(ForwardError::Context { span, end, max_position_embeddings });
             }
-            if s.state.broken {
-                let source = crate::state::StateError::Broken { position: s.state.position };
-                return Err(ForwardError::State { span, source });
-            }
-            if s.state.layers.len() != self.layers.len() {
-                let (expected, found) = (self.layers.len(), s.state.layers.len());
-                let source = crate::state::StateError::Layers { expected, found };
-                return Err(ForwardError::State { span, source });
-            }
+            s.state.check(&self.state_shape).map_err(|source| ForwardError::State { span, source })?;
         }
         Ok(())
     }
@@ -455,7 +450,7 @@ impl<D: Device> Pass<'_, '_, D> {
         states: &mut [SequenceRows<'_, D::MlaState>],
     ) -> Result<Option<Selection>, ForwardError> {
         let device = &self.model.device;
-        let Some(config) = &self.model.indexer else { return Ok(None) };
+        let Some(config) = self.model.indexer() else { return Ok(None) };
         let k = device.linear(&w.wk, x)?;
         device.index_append(&k, &w.k_norm_weight, &w.k_norm_bias, INDEX_NORM_EPS, states)?;
 

@@ -1,11 +1,13 @@
 //! The weights of the model on a device.
 
+use std::sync::Arc;
+
 use k3_format::{
     AttentionKind, IndexerConfig, ModelConfig, Role, SourceError, TensorId, Variant, WeightSource,
 };
 
 use crate::device::{Device, DeviceError, RouterRule, SituCaps};
-use crate::state::{ExportedState, SequenceState, StateError};
+use crate::state::{ExportedState, SequenceState, StateError, StateShape};
 
 /// How to load a model.
 #[derive(Clone, Debug, Default)]
@@ -80,8 +82,7 @@ pub enum LoadError {
 pub struct Model<D: Device> {
     pub(crate) device: D,
     pub(crate) config: ModelConfig,
-    /// `None` also when it is ignored.
-    pub(crate) indexer: Option<IndexerConfig>,
+    pub(crate) state_shape: Arc<StateShape>,
     pub(crate) embed_tokens: D::Linear,
     pub(crate) layers: Vec<Layer<D>>,
     pub(crate) output_attn_res: D::Vector,
@@ -376,7 +377,13 @@ impl<D: Device> Model<D> {
                 layer
             })
             .collect::<Result<_, _>>()?;
-        Ok(Self { device, config, indexer, embed_tokens, layers, output_attn_res, norm, lm_head })
+        let state_shape = Arc::new(StateShape {
+            layers: config.layers[..count].to_vec(),
+            kda: config.kda.clone(),
+            mla: config.mla.clone(),
+            indexer,
+        });
+        Ok(Self { device, config, state_shape, embed_tokens, layers, output_attn_res, norm, lm_head })
     }
 
     /// The device it is on.
@@ -391,7 +398,7 @@ impl<D: Device> Model<D> {
 
     /// Which function runs: K3.1 weights with the indexer ignored attend as K3 does.
     pub fn attends_as(&self) -> Variant {
-        if self.indexer.is_some() { Variant::K31 } else { Variant::K3 }
+        if self.indexer().is_some() { Variant::K31 } else { Variant::K3 }
     }
 
     /// Layers loaded.
@@ -401,12 +408,17 @@ impl<D: Device> Model<D> {
 
     /// The state of an empty sequence.
     pub fn new_state(&self) -> Result<SequenceState<D>, DeviceError> {
-        SequenceState::new(&self.device, &self.config, self.layers.len(), self.indexer.as_ref())
+        SequenceState::new(&self.device, &self.state_shape)
     }
 
     /// A state that [`SequenceState::export`] gave, on this device.
     pub fn import_state(&self, exported: &ExportedState) -> Result<SequenceState<D>, StateError> {
-        SequenceState::import(&self.device, &self.config, self.layers.len(), self.indexer.as_ref(), exported)
+        SequenceState::import(&self.device, &self.state_shape, exported)
+    }
+
+    /// `None` also when it is ignored.
+    pub(crate) fn indexer(&self) -> Option<&IndexerConfig> {
+        self.state_shape.indexer.as_ref()
     }
 
     pub(crate) fn situ_caps(&self) -> SituCaps {

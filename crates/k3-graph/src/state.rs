@@ -1,6 +1,8 @@
 //! What a sequence carries from token to token.
 
-use k3_format::{AttentionKind, IndexerConfig, ModelConfig};
+use std::sync::Arc;
+
+use k3_format::{AttentionKind, IndexerConfig, KdaConfig, MlaConfig};
 
 use crate::device::{Device, DeviceError, StateTensor};
 
@@ -9,10 +11,22 @@ use crate::device::{Device, DeviceError, StateTensor};
 ///
 /// KDA's recurrence cannot be wound back, so a state only moves forward; keep a clone to return to.
 pub struct SequenceState<D: Device> {
+    pub(crate) shape: Arc<StateShape>,
     pub(crate) position: usize,
     pub(crate) layers: Vec<LayerState<D>>,
     /// Set while a forward pass is under way, and left set when it fails: layers then stand at different positions.
     pub(crate) broken: bool,
+}
+
+/// What a model's states consist of. Models of equal shapes can exchange states as far as sizes go.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StateShape {
+    /// Of the layers that are loaded.
+    pub(crate) layers: Vec<AttentionKind>,
+    pub(crate) kda: KdaConfig,
+    pub(crate) mla: MlaConfig,
+    /// `None` also when the indexer is ignored.
+    pub(crate) indexer: Option<IndexerConfig>,
 }
 
 /// State of one decoder layer.
@@ -35,7 +49,12 @@ impl<D: Device> Clone for LayerState<D> {
 
 impl<D: Device> Clone for SequenceState<D> {
     fn clone(&self) -> Self {
-        Self { position: self.position, layers: self.layers.clone(), broken: self.broken }
+        Self {
+            shape: self.shape.clone(),
+            position: self.position,
+            layers: self.layers.clone(),
+            broken: self.broken,
+        }
     }
 }
 
@@ -90,6 +109,14 @@ pub enum StateError {
         /// Of the state.
         found: usize,
     },
+    /// It belongs to a model of other sizes, or with another kind of attention.
+    #[error("the state belongs to a model of another shape: expected {expected}, found {found}")]
+    Shape {
+        /// What the model needs.
+        expected: String,
+        /// What the state has.
+        found: String,
+    },
     /// A part does not fit.
     #[error("layer {layer}")]
     Layer {
@@ -102,25 +129,44 @@ pub enum StateError {
 }
 
 impl<D: Device> SequenceState<D> {
-    /// The state before the first token, for the first `layers` layers of the model.
-    pub(crate) fn new(
-        device: &D,
-        config: &ModelConfig,
-        layers: usize,
-        indexer: Option<&IndexerConfig>,
-    ) -> Result<Self, DeviceError> {
-        let layers = config.layers[..layers]
+    /// The state before the first token.
+    pub(crate) fn new(device: &D, shape: &Arc<StateShape>) -> Result<Self, DeviceError> {
+        let layers = shape
+            .layers
             .iter()
             .map(|kind| {
                 Ok(match kind {
-                    AttentionKind::Kda => LayerState::Kda(device.new_kda_state(&config.kda)?),
+                    AttentionKind::Kda => LayerState::Kda(device.new_kda_state(&shape.kda)?),
                     AttentionKind::FullAttention => {
-                        LayerState::Mla(device.new_mla_state(&config.mla, indexer)?)
+                        LayerState::Mla(device.new_mla_state(&shape.mla, shape.indexer.as_ref())?)
                     }
                 })
             })
             .collect::<Result<_, DeviceError>>()?;
-        Ok(Self { position: 0, layers, broken: false })
+        Ok(Self { shape: shape.clone(), position: 0, layers, broken: false })
+    }
+
+    /// Whether a model of this shape can continue it.
+    pub(crate) fn check(&self, shape: &Arc<StateShape>) -> Result<(), StateError> {
+        if self.broken {
+            return Err(StateError::Broken { position: self.position });
+        }
+        let own = &self.shape;
+        if Arc::ptr_eq(own, shape) || own == shape {
+            return Ok(());
+        }
+        if own.layers.len() != shape.layers.len() {
+            return Err(StateError::Layers { expected: shape.layers.len(), found: own.layers.len() });
+        }
+        let (expected, found) = if own.indexer == shape.indexer {
+            (
+                format!("{:?} {:?} {:?}", shape.layers, shape.kda, shape.mla),
+                format!("{:?} {:?} {:?}", own.layers, own.kda, own.mla),
+            )
+        } else {
+            (format!("indexer {:?}", shape.indexer), format!("indexer {:?}", own.indexer))
+        };
+        Err(StateError::Shape { expected, found })
     }
 
     /// Tokens consumed so far; the position of the next token.
@@ -155,32 +201,31 @@ impl<D: Device> SequenceState<D> {
 
     pub(crate) fn import(
         device: &D,
-        config: &ModelConfig,
-        layers: usize,
-        indexer: Option<&IndexerConfig>,
+        shape: &Arc<StateShape>,
         exported: &ExportedState,
     ) -> Result<Self, StateError> {
         if exported.device != device.kind() {
             return Err(StateError::Device { expected: device.kind(), found: exported.device.clone() });
         }
-        if exported.layers.len() != layers {
-            return Err(StateError::Layers { expected: layers, found: exported.layers.len() });
+        if exported.layers.len() != shape.layers.len() {
+            return Err(StateError::Layers { expected: shape.layers.len(), found: exported.layers.len() });
         }
         let position = exported.position;
-        let layers = config.layers[..layers]
+        let layers = shape
+            .layers
             .iter()
             .zip(&exported.layers)
             .enumerate()
             .map(|(layer, (kind, parts))| {
                 match kind {
-                    AttentionKind::Kda => device.import_kda(&config.kda, parts).map(LayerState::Kda),
-                    AttentionKind::FullAttention => {
-                        device.import_mla(&config.mla, indexer, position, parts).map(LayerState::Mla)
-                    }
+                    AttentionKind::Kda => device.import_kda(&shape.kda, parts).map(LayerState::Kda),
+                    AttentionKind::FullAttention => device
+                        .import_mla(&shape.mla, shape.indexer.as_ref(), position, parts)
+                        .map(LayerState::Mla),
                 }
                 .map_err(|source| StateError::Layer { layer, source })
             })
             .collect::<Result<_, _>>()?;
-        Ok(Self { position, layers, broken: false })
+        Ok(Self { shape: shape.clone(), position, layers, broken: false })
     }
 }

@@ -5,6 +5,7 @@
 
 mod compare;
 mod layout;
+mod ranks;
 mod read;
 mod record;
 mod run;
@@ -18,5 +19,6 @@ pub use run::{Recording, record};
 pub use tensor::{Tensor, Tensors, Values, read_tensors, write_tensors};
 
 pub(crate) use compare::{Comparison, exceeds, relative_l2};
+pub(crate) use ranks::align;
 pub(crate) use run::fits_context;
 pub(crate) use tensor::refuse_existing;

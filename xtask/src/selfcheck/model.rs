@@ -15,7 +15,8 @@ use super::progress::Progress;
 use super::prompt::fixed_prompt;
 use super::{Args, print};
 use crate::expect::{
-    Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, compare, fits_context, record,
+    Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare, fits_context,
+    record,
 };
 
 /// Prefill chunk sizes that cycles go through; the whole prompt comes before them.
@@ -74,6 +75,8 @@ pub struct Report {
     pub forced: Option<Vec<Forced>>,
     /// Names in the expectations that mean nothing for this model.
     pub unknown: Vec<String>,
+    /// Tokens whose experts the expectations list in another order than by rank.
+    pub reordered: usize,
     /// What the failures mean, line by line.
     pub explanation: Vec<String>,
 }
@@ -137,6 +140,7 @@ pub(super) fn check<D: Device>(
         divergence: None,
         forced: None,
         unknown,
+        reordered: 0,
         explanation: Vec::new(),
     };
     let outcome =
@@ -200,10 +204,12 @@ fn fill<D: Device>(
     let observed = LogitsHash::of(&recording.logits);
     let note = "a run that is watched gives other bits than one that is not";
     report.checks.push(Check::of("watched run", observed == first.logits_hash, Found::Nothing, note));
-    report.checks.extend(compare(expected, &recording.tensors, sizes, bounds.model));
+    let (found, reordered) = align(&expected.tensors, &recording.tensors);
+    report.checks.extend(compare(expected, &found, sizes, bounds.model));
+    report.reordered = reordered;
     report.forced = divergence::forced(engine, prompt, expected, sizes)?;
     report.checks.extend(divergence::forced_checks(report.forced.as_deref(), sizes, bounds.sublayer));
-    report.divergence = divergence::locate(expected, &recording.tensors, sizes, bounds.model);
+    report.divergence = divergence::locate(expected, &found, sizes, bounds.model);
     report.explanation = divergence::explain(
         &report.checks,
         report.divergence.as_ref(),

@@ -138,6 +138,10 @@ pub(super) fn model(args: &Args, report: &Report, out: &mut dyn Write) -> Result
     if !skipped.is_empty() && !args.verbose {
         writeln!(out, "  SKIPPED (not passed): {}", skipped.join(", "))?;
     }
+    if report.reordered > 0 {
+        let tokens = count(report.reordered, "token");
+        writeln!(out, "  note: {tokens} list their experts in another order than rank order")?;
+    }
     for text in &report.explanation {
         writeln!(out, "  {text}")?;
     }

@@ -4,6 +4,7 @@
 mod support;
 
 mod agreement;
+mod closed_form;
 mod routing;
 mod tables;
 mod vectors;

@@ -1,6 +1,6 @@
 //! A random tiny model in memory, for tests that need a whole forward pass but no checkpoint.
 
-#![allow(dead_code, reason = "every test binary takes its part")]
+#![allow(dead_code, unused_imports, reason = "every test binary takes its part")]
 
 mod store;
 mod weights;

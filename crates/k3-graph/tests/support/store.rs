@@ -27,6 +27,8 @@ pub(crate) enum Fault {
     Twice { layer: usize },
     /// After the experts of a layer comes one that nobody asked for.
     Unasked { layer: usize, expert: ExpertId },
+    /// The up projection of an expert has a row too many.
+    Misshapen { layer: usize, expert: ExpertId },
 }
 
 /// A call of [`ExpertStore::fetch`].
@@ -116,7 +118,13 @@ impl ExpertStore for MemoryStore {
                 return Err(ExpertError::Read { layer, expert: id, source });
             }
             let known = self.experts[layer].get(id as usize);
-            Ok(known.cloned().unwrap_or_else(|| Expert { id, ..self.experts[layer][0].clone() }))
+            let mut expert =
+                known.cloned().unwrap_or_else(|| Expert { id, ..self.experts[layer][0].clone() });
+            if self.fault == Some(Fault::Misshapen { layer, expert: id }) {
+                let (rows, cols) = (expert.w3.rows() + 1, expert.w3.cols());
+                expert.w3 = random_matrix(WeightFormat::Mxfp4, rows, cols, &mut Lcg::new(0));
+            }
+            Ok(expert)
         }))
     }
 
