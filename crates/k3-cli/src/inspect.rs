@@ -1,6 +1,7 @@
 //! `k3 inspect`: what a snapshot is, or why it would be refused.
 
 use std::fmt::Write as _;
+use std::io::{Write as _, stdout};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -26,8 +27,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         options = options.indexer_names(IndexerNames::load(file).context("reading the indexer names")?);
     }
     let checkpoint = Checkpoint::open(&args.dir, &options)?;
-    print!("{}", describe(&checkpoint));
-    Ok(())
+    Ok(write!(stdout(), "{}", describe(&checkpoint))?)
 }
 
 fn describe(checkpoint: &Checkpoint) -> String {

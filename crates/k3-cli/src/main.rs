@@ -1,6 +1,10 @@
 //! The `k3` program.
 
+mod generate;
 mod inspect;
+mod parse;
+mod prompt;
+mod tokens;
 
 use std::process::ExitCode;
 
@@ -17,6 +21,11 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Inspect(inspect::Args),
+    Generate(generate::Args),
+    Tokenize(tokens::TokenizeArgs),
+    Detokenize(tokens::DetokenizeArgs),
+    Prompt(prompt::Args),
+    Parse(parse::Args),
 }
 
 fn main() -> ExitCode {
@@ -24,12 +33,24 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let result = match Cli::parse().command {
         Command::Inspect(args) => inspect::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Tokenize(args) => tokens::tokenize(&args),
+        Command::Detokenize(args) => tokens::detokenize(&args),
+        Command::Prompt(args) => prompt::run(&args),
+        Command::Parse(args) => parse::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
+        // The reader of a pipe has seen enough.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
 }

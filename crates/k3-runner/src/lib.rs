@@ -14,14 +14,17 @@
 //! # }
 //! ```
 //!
-//! Prompts and replies are token ids.
+//! Under it are token ids; [`Chatter`] puts conversations on top: a chat request in, reasoning, content and tool calls
+//! out.
 
+mod chat;
 mod engine;
 mod error;
 mod generate;
 mod sampler;
 mod saved;
 
+pub use chat::{ChatError, ChatEvent, ChatReply, Chatter, Usage, prompt_ids};
 pub use engine::{Engine, EngineOptions, OpenProgress, Sequence};
 pub use error::{Error, RunError};
 pub use generate::{Event, Finish, Generate, Generation};

@@ -10,6 +10,7 @@ mod fill;
 mod geometry;
 mod layout;
 mod progress;
+mod tokenizer;
 mod write;
 
 use std::path::PathBuf;
@@ -54,6 +55,10 @@ pub struct Args {
     /// Routed experts of a layer; experts per token stay as they are
     #[arg(long, value_name = "N")]
     pub experts: Option<usize>,
+    /// Take the vocabulary of this folder (tiktoken.model, tokenizer_config.json) and copy it beside the weights, so
+    /// that conversations can be run
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
     /// Seed of the random values
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
@@ -108,6 +113,9 @@ impl Args {
         if let Some(experts) = self.experts {
             geometry = geometry.with_experts(experts);
         }
+        if let Some(dir) = &self.tokenizer {
+            tokenizer::adopt(dir, &mut geometry.model)?;
+        }
         geometry.check()?;
         Ok(geometry)
     }
@@ -131,6 +139,9 @@ pub fn run(args: &Args) -> Result<()> {
     );
     let summary = write(&args.dir, &geometry, &options, &mut |progress| report.update(&progress))?;
     report.finish();
+    if let Some(tokenizer) = &args.tokenizer {
+        tokenizer::copy(tokenizer, &args.dir)?;
+    }
     println!("wrote {} ({} in files)", args.dir.display(), DecimalBytes(summary.file_bytes));
     Ok(())
 }
