@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
+use k3_format::GenerationConfig;
 use k3_graph::{Cpu, Device, ModelOptions, Reference};
 use k3_runner::{
     ChatEvent, ChatReply, Chatter, Engine, EngineOptions, Event, Finish, Generate, Generation, OpenProgress,
@@ -38,15 +39,15 @@ pub(crate) struct Args {
     /// Tokens to generate at most, reasoning included
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
-    /// 0 takes the most likely token
-    #[arg(long, default_value_t = Sampling::default().temperature)]
-    temperature: f32,
-    /// Keep this many of the most likely tokens; 0 keeps all
-    #[arg(long, default_value_t = Sampling::default().top_k)]
-    top_k: usize,
-    /// Keep the most likely tokens up to this sum of probabilities
-    #[arg(long, default_value_t = Sampling::default().top_p)]
-    top_p: f32,
+    /// 0 takes the most likely token [default: generation_config.json, else 1]
+    #[arg(long)]
+    temperature: Option<f32>,
+    /// Keep this many of the most likely tokens; 0 keeps all [default: generation_config.json, else 0]
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// Keep the most likely tokens up to this sum of probabilities [default: generation_config.json, else 0.95]
+    #[arg(long)]
+    top_p: Option<f32>,
     /// Drop tokens less likely than this share of the most likely
     #[arg(long, default_value_t = Sampling::default().min_p)]
     min_p: f32,
@@ -98,6 +99,23 @@ enum DeviceName {
     Reference,
 }
 
+impl Args {
+    /// The checkpoint's values where the flags are silent, the vendor's recommendation where both are.
+    fn sampling(&self, checkpoint: &GenerationConfig) -> Sampling {
+        let default = Sampling::default();
+        Sampling {
+            temperature: self
+                .temperature
+                .or(checkpoint.temperature.map(|t| t as f32))
+                .unwrap_or(default.temperature),
+            top_k: self.top_k.or(checkpoint.top_k.map(|k| k as usize)).unwrap_or(default.top_k),
+            top_p: self.top_p.or(checkpoint.top_p.map(|p| p as f32)).unwrap_or(default.top_p),
+            min_p: self.min_p,
+            seed: self.seed,
+        }
+    }
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
     match args.device {
         DeviceName::Cpu => run_on(args, Cpu::new(args.threads)?),
@@ -124,13 +142,7 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     let engine = open(&args.dir, device, &options)?;
     let generate = Generate {
         max_tokens: args.max_tokens,
-        sampling: Sampling {
-            temperature: args.temperature,
-            top_k: args.top_k,
-            top_p: args.top_p,
-            min_p: args.min_p,
-            seed: args.seed,
-        },
+        sampling: args.sampling(engine.checkpoint().generation_config()),
         ignore_eos: args.ignore_eos,
         ..Generate::default()
     };

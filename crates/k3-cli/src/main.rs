@@ -1,5 +1,7 @@
 //! The `k3` program.
 
+#![forbid(unsafe_code)]
+
 mod generate;
 mod inspect;
 mod parse;
@@ -29,7 +31,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into());
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "error".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let result = match Cli::parse().command {
         Command::Inspect(args) => inspect::run(&args),

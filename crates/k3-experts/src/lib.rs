@@ -6,6 +6,8 @@
 //!
 //! This crate knows no arithmetic, no device and no model: it moves bytes and counts what it moved.
 
+#![forbid(unsafe_code)]
+
 use std::fmt;
 
 use k3_quant::Matrix;
@@ -116,10 +118,14 @@ pub enum ExpertError {
 
 impl fmt::Display for Counters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} experts, {} bytes, {} hits, {} misses",
-            self.requested, self.bytes, self.hits, self.misses
-        )
+        write!(f, "{} experts, {:.2} GB", self.requested, self.bytes as f64 / 1e9)?;
+        // A backend that leaves caching to the system cannot tell the two apart.
+        if self.hits + self.misses > 0 {
+            write!(f, ", {} hits, {} misses, {} evictions", self.hits, self.misses, self.evictions)?;
+        }
+        if self.wait_ns > 0 {
+            write!(f, ", {:.2} s waited", self.wait_ns as f64 / 1e9)?;
+        }
+        Ok(())
     }
 }

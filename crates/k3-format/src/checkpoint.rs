@@ -17,6 +17,7 @@ use crate::generation_config::GenerationConfig;
 use crate::identity::CheckpointId;
 use crate::indexer::IndexerResolution;
 use crate::names::{Extent, IndexerNames, Names};
+use crate::read::Buffer;
 use crate::shard_error::ShardError;
 use crate::shards::{Shards, TensorInfo, check_directory};
 use crate::tensor_check::{check, load_vector};
@@ -32,7 +33,9 @@ pub enum LoadMode {
     /// Whole, with large reads. Safe against files that change, and fast on network volumes.
     #[default]
     Read,
-    /// Mapped: no copy, but each first touch of a page is a small read.
+    /// Mapped: no copy, but each first touch of a page is a small read. The caller promises that no process truncates
+    /// the files or writes to them in place while the checkpoint or anything read from it is in use
+    /// ([`Shards::map`]); replacing a file by rename is fine.
     Map,
 }
 
@@ -234,7 +237,11 @@ impl Checkpoint {
         }
     }
 
-    /// A routed expert, mapped: nothing is copied, and pages are read as they are touched.
+    /// A routed expert, mapped in every [`LoadMode`]: nothing is copied, and pages are read as they are touched.
+    ///
+    /// The caller promises that no process truncates the shard or writes to it in place while it is mapped, which is
+    /// until the checkpoint and all matrices from here are dropped ([`Shards::map`]). Where that cannot be promised,
+    /// use [`Checkpoint::read_expert`].
     ///
     /// # Errors
     /// [`Error::NoSuchExpert`], [`Error::Shards`].
@@ -295,11 +302,19 @@ impl Checkpoint {
     /// A routed expert, read into memory of its own.
     ///
     /// # Errors
-    /// As [`Checkpoint::read_expert_into`].
+    /// As [`Checkpoint::read_expert_into`], and [`ShardError::NoMemory`].
     pub fn read_expert(&self, layer: usize, expert: u32) -> Result<ExpertMatrices, Error> {
-        let mut run = vec![0; self.experts.layout().len];
-        self.read_expert_into(layer, expert, &mut run)?;
-        self.experts.matrices(layer, expert, &Bytes::from(run))
+        let len = self.experts.layout().len;
+        let shard = match self.experts.location(layer, expert)? {
+            ExpertLocation::Run { shard, .. } => shard,
+            ExpertLocation::Scattered(parts) => parts[0].shard as usize,
+        };
+        let mut run = Buffer::zeroed(len).map_err(|e| {
+            let what = format!("routed expert {expert} of layer {layer}");
+            ShardError::no_memory(&self.shards.files()[shard].path, &what, len as u64, e)
+        })?;
+        self.read_expert_into(layer, expert, run.as_mut())?;
+        self.experts.matrices(layer, expert, &run.freeze())
     }
 }
 

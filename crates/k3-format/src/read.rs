@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use bytes::Bytes;
+use memmap2::MmapMut;
 
 // Offsets and lengths of a checkpoint exceed 32 bits; they are cast to usize after they were checked.
 const _: () = assert!(usize::BITS == 64, "a 64-bit system is needed");
@@ -12,7 +13,7 @@ const _: () = assert!(usize::BITS == 64, "a 64-bit system is needed");
 /// The most bytes that one read of Linux returns, whatever is asked: 2^31 - 4096.
 pub(crate) const MAX_READ_BYTES: usize = (1 << 31) - 4096;
 
-/// Alignment of what [`read_aligned`] returns, in bytes: a cache line, and the widest vector register.
+/// Alignment of a [`Buffer`], in bytes: a cache line, and the widest vector register.
 pub(crate) const ALIGN: usize = 64;
 
 /// A file, or what a test puts in its place.
@@ -32,6 +33,8 @@ impl ReadAt for File {
 pub(crate) enum ReadFailure {
     /// The file ended after this many bytes.
     Short { got: u64 },
+    /// There is no memory for the bytes.
+    Memory(io::Error),
     /// The system's answer.
     Io(io::Error),
 }
@@ -56,6 +59,47 @@ pub(crate) fn read_full(
     Ok(())
 }
 
+/// Zeroed memory that begins at a multiple of [`ALIGN`]. To have too little of it is an error and not the end of the
+/// process, as it is with `vec![0; len]`.
+pub(crate) enum Buffer {
+    /// A part of a vector.
+    Small { vec: Vec<u8>, start: usize, len: usize },
+    /// Pages of its own, which the system zeroes as they are touched.
+    Large(MmapMut),
+}
+
+impl Buffer {
+    /// From here on whole pages waste little and clearing them beforehand would cost a pass over the memory.
+    const LARGE: usize = 1 << 20;
+
+    pub(crate) fn zeroed(len: usize) -> io::Result<Self> {
+        if len >= Self::LARGE {
+            // A vector has at most this size; beyond it pointers cannot be subtracted.
+            isize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
+            return MmapMut::map_anon(len).map(Self::Large);
+        }
+        let mut vec = Vec::new();
+        vec.try_reserve_exact(len + ALIGN - 1)?;
+        vec.resize(len + ALIGN - 1, 0);
+        let start = vec.as_ptr().align_offset(ALIGN);
+        Ok(Self::Small { vec, start, len })
+    }
+
+    pub(crate) fn as_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Small { vec, start, len } => &mut vec[*start..*start + *len],
+            Self::Large(pages) => pages,
+        }
+    }
+
+    pub(crate) fn freeze(self) -> Bytes {
+        match self {
+            Self::Small { vec, start, len } => Bytes::from(vec).slice(start..start + len),
+            Self::Large(pages) => Bytes::from_owner(pages),
+        }
+    }
+}
+
 /// [`read_full`] into new memory that begins at a multiple of [`ALIGN`].
 pub(crate) fn read_aligned(
     file: &impl ReadAt,
@@ -63,14 +107,9 @@ pub(crate) fn read_aligned(
     offset: u64,
     len: usize,
 ) -> Result<Bytes, ReadFailure> {
-    if len == 0 {
-        return Ok(Bytes::new());
-    }
-    // Zeroed memory of this size comes from the system untouched; a safe aligned vector does not exist.
-    let mut buf = vec![0; len + ALIGN - 1];
-    let start = buf.as_ptr().align_offset(ALIGN);
-    read_full(file, cap, offset, &mut buf[start..start + len])?;
-    Ok(Bytes::from(buf).slice(start..start + len))
+    let mut buffer = Buffer::zeroed(len).map_err(ReadFailure::Memory)?;
+    read_full(file, cap, offset, buffer.as_mut())?;
+    Ok(buffer.freeze())
 }
 
 #[cfg(test)]

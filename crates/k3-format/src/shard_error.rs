@@ -1,5 +1,7 @@
 //! Everything that can be wrong with the files of a checkpoint.
 
+use std::error::Error as _;
+use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +12,8 @@ use crate::header::HeaderError;
 
 /// Why the shards of a checkpoint cannot be opened, read or written.
 ///
-/// Each message names the file, what was expected, what was found and what to do, so that it can be shown alone.
+/// Each message names the file, what was expected, what was found and what to do. What another error says is never
+/// part of the message: it is the [`source`](std::error::Error::source), so show the whole chain.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ShardError {
@@ -95,14 +98,16 @@ pub enum ShardError {
         found: u64,
     },
     /// A shard's header breaks a rule of the format.
-    #[error("`{}` is not a valid safetensors file: {problem}; the file is damaged or its writer is faulty: copy or download it again", .path.display())]
+    #[error("`{}` is not a valid safetensors file (damaged, or from a faulty writer: copy or download it again)", .path.display())]
     Header {
         /// The shard.
         path: PathBuf,
         /// The rule.
+        #[source]
         problem: HeaderError,
     },
-    /// Several shards have such problems.
+    /// Several shards have such problems. The message has all of them with their own causes, since an error has
+    /// only one source.
     #[error("{} shards are unusable:{}", .0.len(), lines(.0))]
     Several(
         /// One error a shard, in the order of their names.
@@ -231,11 +236,12 @@ pub enum ShardError {
         got: u64,
     },
     /// What was declared to a writer is not a valid header.
-    #[error("cannot write `{}`: {problem}", .path.display())]
+    #[error("cannot write `{}`: the declared tensors make no valid header", .path.display())]
     Declared {
         /// The shard under its final name.
         path: PathBuf,
         /// The rule that it breaks.
+        #[source]
         problem: HeaderError,
     },
     /// What was given to a writer cannot be a file of a checkpoint.
@@ -252,14 +258,33 @@ pub enum ShardError {
         /// The link.
         path: PathBuf,
     },
+    /// Somebody else is writing an output of this name.
+    #[error("`{}` is being written by another process or thread; wait for it, or choose another name for the output", .partial.display())]
+    OutputIsBusy {
+        /// The unfinished file.
+        partial: PathBuf,
+    },
+    /// There is not enough memory for what was to be read.
+    #[error("{bytes} bytes of {what} in `{}` do not fit into memory; use LoadMode::Map or a machine with more", .path.display())]
+    NoMemory {
+        /// The shard.
+        path: PathBuf,
+        /// The tensor or the part.
+        what: String,
+        /// Bytes to be read.
+        bytes: u64,
+        /// What the system said.
+        source: io::Error,
+    },
     /// The operating system refused.
-    #[error("cannot {doing} `{}`: {cause}", .path.display())]
+    #[error("cannot {doing} `{}`", .path.display())]
     Io {
         /// What was being done.
         doing: &'static str,
         /// The file or directory.
         path: PathBuf,
         /// The system's answer.
+        #[source]
         cause: io::Error,
     },
 }
@@ -269,6 +294,11 @@ impl ShardError {
     pub(crate) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |cause| Self::Io { doing, path, cause }
+    }
+
+    /// No memory for `bytes` bytes of a file.
+    pub(crate) fn no_memory(path: &Path, what: &str, bytes: u64, source: io::Error) -> Self {
+        Self::NoMemory { path: path.to_owned(), what: what.to_owned(), bytes, source }
     }
 }
 
@@ -328,7 +358,16 @@ fn truncated_message(declared: u64, found: u64, tensor: Option<&str>) -> String 
 }
 
 fn lines(errors: &[ShardError]) -> String {
-    errors.iter().flat_map(|e| ["\n  ".to_owned(), e.to_string()]).collect()
+    let mut text = String::new();
+    for error in errors {
+        _ = write!(text, "\n  {error}");
+        let mut cause = error.source();
+        while let Some(e) = cause {
+            _ = write!(text, ": {e}");
+            cause = e.source();
+        }
+    }
+    text
 }
 
 fn elsewhere(shard: Option<&str>) -> String {

@@ -65,8 +65,11 @@ pub(crate) fn open_regular(path: &Path) -> Result<(File, u64), ShardError> {
         return Err(ShardError::NotAFile { path: path.to_owned() });
     }
     let file = File::open(path).map_err(ShardError::io("open", path))?;
-    let len = file.metadata().map_err(ShardError::io("open", path))?.len();
-    Ok((file, len))
+    let metadata = file.metadata().map_err(ShardError::io("open", path))?;
+    if !metadata.is_file() {
+        return Err(ShardError::NotAFile { path: path.to_owned() });
+    }
+    Ok((file, metadata.len()))
 }
 
 /// The target of the link at `path`, if following it failed because there is nothing.
@@ -78,7 +81,7 @@ pub(crate) fn dangling_target(path: &Path, cause: &io::Error) -> Option<PathBuf>
 /// file states was compared with its real length.
 fn read_header(path: &Path, file: &File, len: u64) -> Result<(Vec<u8>, u64), ShardError> {
     let read = |offset: u64, buf: &mut [u8]| {
-        read_full(file, MAX_READ_BYTES, offset, buf).map_err(|e| read_error(path, offset, buf.len(), e))
+        read_full(file, MAX_READ_BYTES, offset, buf).map_err(|e| read_error(path, "the header", offset, buf.len(), e))
     };
     let mut probe = [0; PROBE_BYTES];
     let probe = &mut probe[..len.min(PROBE_BYTES as u64) as usize];
@@ -126,8 +129,16 @@ fn check_length(path: &Path, found: u64, data_start: u64, header: &Header) -> Re
     }
 }
 
-pub(crate) fn read_error(path: &Path, offset: u64, wanted: usize, failure: ReadFailure) -> ShardError {
+/// `what` is what was read.
+pub(crate) fn read_error(
+    path: &Path,
+    what: &str,
+    offset: u64,
+    wanted: usize,
+    failure: ReadFailure,
+) -> ShardError {
     match failure {
+        ReadFailure::Memory(source) => ShardError::no_memory(path, what, wanted as u64, source),
         ReadFailure::Short { got } => {
             ShardError::ShortRead { path: path.to_owned(), offset, wanted: wanted as u64, got }
         }

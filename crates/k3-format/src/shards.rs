@@ -146,12 +146,13 @@ impl Shards {
     ///
     /// # Errors
     ///
-    /// [`ShardError::ShortRead`] if the file was cut since it was opened, [`ShardError::Io`] if the system fails.
+    /// [`ShardError::ShortRead`] if the file was cut since it was opened, [`ShardError::NoMemory`] if the tensor does
+    /// not fit into memory, [`ShardError::Io`] if the system fails.
     pub fn read(&self, tensor: &TensorInfo<'_>) -> Result<Bytes, ShardError> {
         let file = self.checked(tensor.shard, tensor.begin, tensor.end)?;
         let len = tensor.byte_len() as usize;
         read_aligned(&file.file, self.read_cap, tensor.begin, len)
-            .map_err(|e| read_error(&file.path, tensor.begin, len, e))
+            .map_err(|e| read_error(&file.path, &format!("tensor `{}`", tensor.name), tensor.begin, len, e))
     }
 
     /// Fills `buf` from offset `begin` of a file on, whatever tensors lie there.
@@ -162,14 +163,16 @@ impl Shards {
     pub fn read_range(&self, shard: usize, begin: u64, buf: &mut [u8]) -> Result<(), ShardError> {
         let file = self.checked(shard, begin, begin.saturating_add(buf.len() as u64))?;
         read_full(&file.file, self.read_cap, begin, buf)
-            .map_err(|e| read_error(&file.path, begin, buf.len(), e))
+            .map_err(|e| read_error(&file.path, "a range", begin, buf.len(), e))
     }
 
     /// A tensor as part of its mapped shard. It begins at any address: published shards are not even aligned to
     /// their elements.
     ///
-    /// A shard is mapped once, at first use, and stays so while it or a result of this is in use. Whoever cuts a
-    /// mapped file under a running process ends the process; [`Shards::read`] gives an error instead.
+    /// A shard is mapped once, at first use, and stays so while it or a result of this is in use. The caller promises
+    /// that meanwhile no process truncates the file or writes to it in place (replacing it by rename is fine):
+    /// touching a page that is gone ends the process, and bytes that change under a reader are undefined behaviour.
+    /// [`Shards::read`] gives an error instead, and needs no promise.
     ///
     /// # Errors
     ///

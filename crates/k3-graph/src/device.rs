@@ -18,6 +18,8 @@ use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_quant::Matrix;
 
+use crate::select::{Score, select_keys};
+
 /// What runs the operations.
 ///
 /// Activations are matrices `[rows, width]`; a row is a token of some sequence. "Head-major" means that head `h` of
@@ -33,6 +35,8 @@ pub trait Device: Send + Sync {
     type KdaState: Clone + Send;
     /// State of a full-attention layer: a latent, an extra key and (K3.1) an indexer key for every token.
     type MlaState: Clone + Send;
+    /// The keys that the rows of a batch attend.
+    type Selection: Send;
 
     /// Names the arithmetic, as in saved states: states of one kind are not restored on another.
     fn kind(&self) -> &'static str;
@@ -140,7 +144,12 @@ pub trait Device: Send + Sync {
         &self,
         query: IndexQuery<'_, Self>,
         states: &[SequenceRows<'_, Self::MlaState>],
-    ) -> Result<Selection, DeviceError>;
+    ) -> Result<Self::Selection, DeviceError>;
+    /// A selection for the host.
+    fn download_selection(&self, selection: &Self::Selection) -> Result<Selection, DeviceError>;
+    /// Rows of a selection that are lost to scores that are not finite, ascending, as far as the device knows without
+    /// waiting. A lost row attends nothing and comes out as NaN, so that the layer's router reports it in any case.
+    fn lost_rows(&self, selection: &Self::Selection) -> Result<Vec<usize>, DeviceError>;
     /// The scores behind [`Device::index_select`] for the host, without constant factors: row `r` has one score a
     /// cached position up to its own.
     fn index_scores(
@@ -153,7 +162,7 @@ pub trait Device: Send + Sync {
     fn mla_attend(
         &self,
         attend: MlaAttend<'_, Self>,
-        selection: Option<&Selection>,
+        selection: Option<&Self::Selection>,
         states: &[SequenceRows<'_, Self::MlaState>],
     ) -> Result<Self::Act, DeviceError>;
 
@@ -306,11 +315,19 @@ impl<D: Device + ?Sized> Clone for IndexQuery<'_, D> {
 }
 impl<D: Device + ?Sized> Copy for IndexQuery<'_, D> {}
 
-/// The keys that the rows of a batch attend.
+/// The keys that the rows of a batch attend, on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selection {
     /// One entry a row.
     pub rows: Vec<Selected>,
+}
+
+impl Selection {
+    /// Rows that are lost, ascending.
+    pub fn lost_rows(&self) -> Vec<usize> {
+        let lost = |row: &usize| self.rows[*row] == Selected::NonFinite;
+        (0..self.rows.len()).filter(lost).collect()
+    }
 }
 
 /// The keys of one row.
@@ -320,8 +337,28 @@ pub enum Selected {
     All,
     /// These positions, in the order of [`crate::select::select_keys`].
     Keys(Vec<u32>),
-    /// A score was NaN; the row is lost.
+    /// A score was not finite; the row is lost.
     NonFinite,
+}
+
+impl Selected {
+    /// The best `k` of one score a position.
+    pub fn by_score<T: Score>(scores: &[T], k: usize) -> Self {
+        select_keys(scores, k).map_or(Self::NonFinite, Self::Keys)
+    }
+
+    /// The positions to attend, ascending, of `keys` that there are; `None` for a lost row.
+    pub fn ascending(&self, keys: usize) -> Option<Vec<usize>> {
+        match self {
+            Self::All => Some((0..keys).collect()),
+            Self::Keys(selected) => {
+                let mut positions: Vec<usize> = selected.iter().map(|&s| s as usize).collect();
+                positions.sort_unstable();
+                Some(positions)
+            }
+            Self::NonFinite => None,
+        }
+    }
 }
 
 /// How the router selects and weighs.
@@ -346,14 +383,14 @@ pub struct Routing {
     pub weights: Vec<f64>,
     /// Distance of the k-th to the next biased score, `[rows]`; infinite when all experts are taken.
     pub gaps: Vec<f64>,
-    /// Rows whose scores held a NaN, ascending. Their ids are meaningless and must not be fetched; their weights
+    /// Rows with a score that is not finite, ascending. Their ids are meaningless and must not be fetched; their weights
     /// are NaN.
     pub non_finite: Vec<usize>,
 }
 
 impl Routing {
     /// Room for `rows` rows.
-    pub(crate) fn with_rows(experts_per_token: usize, rows: usize) -> Self {
+    pub fn with_rows(experts_per_token: usize, rows: usize) -> Self {
         Self {
             experts_per_token,
             ids: Vec::with_capacity(rows * experts_per_token),
@@ -364,14 +401,14 @@ impl Routing {
     }
 
     /// The next row.
-    pub(crate) fn push(&mut self, ids: &[u32], weights: &[f64], gap: f64) {
+    pub fn push(&mut self, ids: &[u32], weights: &[f64], gap: f64) {
         self.ids.extend_from_slice(ids);
         self.weights.extend_from_slice(weights);
         self.gaps.push(gap);
     }
 
     /// The next row, `row`, is lost.
-    pub(crate) fn push_non_finite(&mut self, row: usize) {
+    pub fn push_non_finite(&mut self, row: usize) {
         self.ids.extend(0..self.experts_per_token as u32);
         self.weights.extend(std::iter::repeat_n(f64::NAN, self.experts_per_token));
         self.gaps.push(f64::NAN);
@@ -428,8 +465,10 @@ impl StateValues {
 }
 
 /// A precision that state values come in.
-pub(crate) trait StateFloat: Sized + Clone {
+pub trait StateFloat: Sized + Clone {
+    /// Name of the type, as in safetensors.
     const NAME: &'static str;
+    /// The values, if they are of this type.
     fn of(values: &StateValues) -> Option<&[Self]>;
 }
 
@@ -459,7 +498,7 @@ fn element_count(shape: &[usize]) -> Option<usize> {
 }
 
 /// The values of exactly these parts, after a check of names, order, shapes, lengths and precision.
-pub(crate) fn take_parts<T: StateFloat, const N: usize>(
+pub fn take_parts<T: StateFloat, const N: usize>(
     parts: &[StateTensor],
     expected: [(&'static str, &[usize]); N],
 ) -> Result<[Vec<T>; N], DeviceError> {

@@ -6,8 +6,7 @@ use k3_experts::{Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phas
 use k3_format::MoeConfig;
 
 use crate::device::{
-    Conv, Device, DeviceError, ExpertUse, IndexQuery, KdaStep, MlaAttend, Routing, Selected, Selection,
-    SequenceRows,
+    Conv, Device, DeviceError, ExpertUse, IndexQuery, KdaStep, MlaAttend, Routing, SequenceRows,
 };
 use crate::model::{Attention, GatedMlp, Indexer, Kda, Layer, Mla, Mlp, Model, Moe};
 use crate::observer::{Observer, Point, Probe};
@@ -52,7 +51,8 @@ impl Logits {
 
     /// Logits after the last position, if any were asked for.
     pub fn last(&self) -> Option<&[f32]> {
-        self.values.len().checked_sub(self.width).map(|start| &self.values[start..])
+        let start = self.values.len().checked_sub(self.width)?;
+        (self.width > 0).then(|| &self.values[start..])
     }
 }
 
@@ -97,22 +97,17 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// Why a whole pass failed.
-#[derive(Debug, thiserror::Error)]
+/// Why tokens cannot follow a sequence. Nothing has been touched.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum ForwardError {
-    /// A span has no tokens.
-    #[error("span {span} of the batch has no tokens")]
-    NoTokens {
-        /// Index in the batch.
-        span: usize,
-    },
+pub enum TokenError {
+    /// There are none.
+    #[error("there are no tokens")]
+    None,
     /// A token id outside the vocabulary.
-    #[error("token {index} of span {span} is id {id}, the vocabulary has {vocab_size}")]
-    UnknownToken {
-        /// Index in the batch.
-        span: usize,
-        /// Index in the span.
+    #[error("token {index} is id {id}, the vocabulary has {vocab_size}")]
+    Unknown {
+        /// Its place, from 0.
         index: usize,
         /// The id.
         id: u32,
@@ -120,24 +115,37 @@ pub enum ForwardError {
         vocab_size: usize,
     },
     /// The media placeholder.
-    #[error("token {index} of span {span} is {id}, the placeholder of an image: this engine runs text only")]
+    #[error("token {index} is {id}, the placeholder of an image: this engine runs text only")]
     Media {
-        /// Index in the batch.
-        span: usize,
-        /// Index in the span.
+        /// Its place, from 0.
         index: usize,
         /// The id.
         id: u32,
     },
-    /// A sequence would outgrow the model.
-    #[error("span {span} would end at position {end}, the model's context is {max_position_embeddings}")]
+    /// The sequence would outgrow the model. A prompt is never cut to fit.
+    #[error("{tokens} tokens after {position} already consumed do not fit the model's context of {context}")]
     Context {
+        /// How many.
+        tokens: usize,
+        /// Consumed before.
+        position: usize,
+        /// `max_position_embeddings`
+        context: usize,
+    },
+}
+
+/// Why a whole pass failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ForwardError {
+    /// The tokens of a span cannot be run.
+    #[error("span {span} of the batch")]
+    Tokens {
         /// Index in the batch.
         span: usize,
-        /// Tokens after the pass.
-        end: usize,
-        /// The ceiling.
-        max_position_embeddings: usize,
+        /// Why.
+        #[source]
+        source: TokenError,
     },
     /// The state of a span cannot be used.
     #[error("state of span {span}")]
@@ -266,25 +274,32 @@ impl<D: Device> Model<D> {
         Ok(results)
     }
 
-    fn check(&self, batch: &[Span<'_, D>]) -> Result<(), ForwardError> {
+    /// Whether `tokens` can follow a sequence that stands at `position`, without touching it. A prompt that goes through
+    /// in chunks is checked as a whole before the first.
+    pub fn check_tokens(&self, tokens: &[u32], position: usize) -> Result<(), TokenError> {
         let (vocab_size, media) = (self.config.vocab_size, self.config.tokens.media_placeholder);
-        let max_position_embeddings = self.config.max_position_embeddings;
+        let context = self.config.max_position_embeddings;
+        if tokens.is_empty() {
+            return Err(TokenError::None);
+        }
+        for (index, &id) in tokens.iter().enumerate() {
+            if id as usize >= vocab_size {
+                return Err(TokenError::Unknown { index, id, vocab_size });
+            }
+            if Some(id) == media {
+                return Err(TokenError::Media { index, id });
+            }
+        }
+        if position.saturating_add(tokens.len()) > context {
+            return Err(TokenError::Context { tokens: tokens.len(), position, context });
+        }
+        Ok(())
+    }
+
+    fn check(&self, batch: &[Span<'_, D>]) -> Result<(), ForwardError> {
         for (span, s) in batch.iter().enumerate() {
-            if s.tokens.is_empty() {
-                return Err(ForwardError::NoTokens { span });
-            }
-            for (index, &id) in s.tokens.iter().enumerate() {
-                if id as usize >= vocab_size {
-                    return Err(ForwardError::UnknownToken { span, index, id, vocab_size });
-                }
-                if Some(id) == media {
-                    return Err(ForwardError::Media { span, index, id });
-                }
-            }
-            let end = s.state.position.saturating_add(s.tokens.len());
-            if end > max_position_embeddings {
-                return Err(ForwardError::Context { span, end, max_position_embeddings });
-            }
+            self.check_tokens(s.tokens, s.state.position)
+                .map_err(|source| ForwardError::Tokens { span, source })?;
             s.state.check(&self.state_shape).map_err(|source| ForwardError::State { span, source })?;
         }
         Ok(())
@@ -301,6 +316,9 @@ impl<D: Device> Pass<'_, '_, D> {
         let mut p = device.embed(&model.embed_tokens, &ids)?;
         for (l, layer) in model.layers.iter().enumerate() {
             p = self.layer(l, layer, p, &mut stack, batch)?;
+            if self.failed.iter().all(Option::is_some) {
+                return Ok(self.failed.into_iter().flatten().map(Err).collect());
+            }
             if self.observer.layer_done(l + 1, model.layers.len()).is_break() {
                 return Err(ForwardError::Cancelled { layers: l + 1 });
             }
@@ -448,7 +466,7 @@ impl<D: Device> Pass<'_, '_, D> {
         x: &D::Act,
         cq: &D::Act,
         states: &mut [SequenceRows<'_, D::MlaState>],
-    ) -> Result<Option<Selection>, ForwardError> {
+    ) -> Result<Option<D::Selection>, ForwardError> {
         let device = &self.model.device;
         let Some(config) = self.model.indexer() else { return Ok(None) };
         let k = device.linear(&w.wk, x)?;
@@ -464,12 +482,11 @@ impl<D: Device> Pass<'_, '_, D> {
         let query = IndexQuery { config, q: &q, weights: &weights };
         let selection = device.index_select(query, states)?;
         if observed {
-            self.observer.selection(l, &selection, &device.index_scores(query, states)?);
+            let scores = device.index_scores(query, states)?;
+            self.observer.selection(l, &device.download_selection(&selection)?, &scores);
         }
-        for (row, selected) in selection.rows.iter().enumerate() {
-            if *selected == Selected::NonFinite {
-                self.fail(row, Place::Indexer(l));
-            }
+        for row in device.lost_rows(&selection)? {
+            self.fail(row, Place::Indexer(l));
         }
         Ok(Some(selection))
     }
@@ -496,7 +513,7 @@ impl<D: Device> Pass<'_, '_, D> {
         }
 
         // All reads are issued before anything else is computed; experts are used as they arrive.
-        let mut plan = ExpertPlan::new(&routing, self.model.config.moe.num_experts);
+        let mut plan = ExpertPlan::new(&routing, self.model.config.moe.num_experts, |row| self.is_lost(row));
         let store = self.store;
         let mut arrivals = store.fetch(ExpertRequest { layer: l, experts: &plan.wanted, phase: self.phase });
         let shared = self.gated_mlp(&w.shared_experts, x)?;
@@ -584,6 +601,11 @@ impl<D: Device> Pass<'_, '_, D> {
         }
     }
 
+    /// Whether row `row` belongs to a span that has failed.
+    fn is_lost(&self, row: usize) -> bool {
+        self.spans.iter().zip(&self.failed).any(|(s, failed)| failed.is_some() && s.rows.contains(&row))
+    }
+
     fn observe(&mut self, point: Point, x: &D::Act) -> Result<(), ForwardError> {
         if self.observer.wants(Probe::Activations) {
             self.observer.activation(point, &self.model.device.download(x)?);
@@ -632,12 +654,13 @@ struct ExpertPlan {
 }
 
 impl ExpertPlan {
-    fn new(routing: &Routing, num_experts: usize) -> Self {
+    /// A lost row has no use for experts.
+    fn new(routing: &Routing, num_experts: usize, is_lost: impl Fn(usize) -> bool) -> Self {
         let k = routing.experts_per_token;
         let mut uses: Vec<Vec<ExpertUse>> = vec![Vec::new(); num_experts];
         let mut best_rank = vec![usize::MAX; num_experts];
         for (row, ids) in routing.ids.chunks_exact(k).enumerate() {
-            if routing.non_finite.binary_search(&row).is_ok() {
+            if is_lost(row) {
                 continue;
             }
             for (rank, &id) in ids.iter().enumerate() {

@@ -12,6 +12,8 @@
 //! This crate knows no file, no CUDA and no chat. Weights come through [`WeightSource`], experts through
 //! [`k3_experts::ExpertStore`].
 
+#![forbid(unsafe_code)]
+
 mod cpu;
 pub mod device;
 mod forward;
@@ -24,7 +26,7 @@ mod state;
 
 pub use cpu::Cpu;
 pub use device::{Device, DeviceError, Routing, Selected, Selection};
-pub use forward::{ForwardError, Logits, LogitsWanted, Place, Span, SpanError, SpanResult};
+pub use forward::{ForwardError, Logits, LogitsWanted, Place, Span, SpanError, SpanResult, TokenError};
 pub use k3_format::WeightSource;
 pub use model::{LoadError, Model, ModelOptions};
 pub use observer::{Observer, Point, Probe, Silent};

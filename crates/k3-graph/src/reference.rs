@@ -9,7 +9,7 @@ use crate::device::{
     Selection, SequenceRows, SituCaps, StateTensor, StateValues, take_parts,
 };
 use crate::scalar::{L2_NORM_EPS, kda_log_decay, relu, router_weights, sigmoid, silu, situ_glu};
-use crate::select::{select_experts, select_keys};
+use crate::select::select_experts;
 
 /// Computes in f64 and makes no attempt to be fast.
 #[derive(Clone, Copy, Debug, Default)]
@@ -122,6 +122,7 @@ impl Device for Reference {
     type Vector = Vec<f64>;
     type KdaState = KdaState;
     type MlaState = MlaState;
+    type Selection = Selection;
 
     fn kind(&self) -> &'static str {
         "reference-f64"
@@ -251,7 +252,7 @@ impl Device for Reference {
                     let state = &mut s.state.s[h * d * d..(h + 1) * d * d];
                     for (i, row) in state.chunks_exact_mut(d).enumerate() {
                         let z = step.decay.row(r)[h * d + i] + step.dt_bias[h * d + i];
-                        let alpha = kda_log_decay(z, step.a_log[h], step.config.gate_lower_bound).exp();
+                        let alpha = kda_log_decay(z, step.a_log[h].exp(), step.config.gate_lower_bound).exp();
                         row.iter_mut().for_each(|s| *s *= alpha);
                     }
                     let mut read = vec![0.0; d];
@@ -339,9 +340,17 @@ impl Device for Reference {
                 return Selected::All;
             }
             let scores = Self::index_row(query, r, keys, state);
-            select_keys(&scores, k).map_or(Selected::NonFinite, Selected::Keys)
+            Selected::by_score(&scores, k)
         });
         Ok(Selection { rows })
+    }
+
+    fn download_selection(&self, selection: &Selection) -> Result<Selection, DeviceError> {
+        Ok(selection.clone())
+    }
+
+    fn lost_rows(&self, selection: &Selection) -> Result<Vec<usize>, DeviceError> {
+        Ok(selection.lost_rows())
     }
 
     fn index_scores(
@@ -368,14 +377,8 @@ impl Device for Reference {
             attend.kv_b.row(r).decode_f64(kv_b.row_mut(r));
         }
         let out = Self::causal(states, |row, keys, state| {
-            let positions: Vec<usize> = match selection.map(|s| &s.rows[row]) {
-                None | Some(Selected::All) => (0..keys).collect(),
-                Some(Selected::NonFinite) => return vec![f64::NAN; c.output_size()],
-                Some(Selected::Keys(selected)) => {
-                    let mut selected: Vec<usize> = selected.iter().map(|&s| s as usize).collect();
-                    selected.sort_unstable();
-                    selected
-                }
+            let Some(positions) = selection.map_or(&Selected::All, |s| &s.rows[row]).ascending(keys) else {
+                return vec![f64::NAN; c.output_size()];
             };
             let mut out = Vec::with_capacity(c.output_size());
             for (h, q) in attend.q.row(row).chunks_exact(c.qk_head_dim()).enumerate() {
@@ -406,7 +409,10 @@ impl Device for Reference {
         for r in 0..logits.len() {
             let s: Vec<f64> = logits.row(r).iter().map(|&l| sigmoid(l)).collect();
             let biased: Vec<f64> = s.iter().zip(bias).map(|(s, b)| s + b).collect();
-            let Some(order) = select_experts(&biased, (k + 1).min(biased.len())) else {
+            // A sigmoid would hide an infinite logit.
+            let finite = logits.row(r).iter().all(|l| l.is_finite());
+            let order = select_experts(&biased, (k + 1).min(biased.len())).filter(|_| finite);
+            let Some(order) = order else {
                 routing.push_non_finite(r);
                 continue;
             };
@@ -464,8 +470,9 @@ impl Device for Reference {
     fn import_kda(&self, config: &KdaConfig, parts: &[StateTensor]) -> Result<KdaState, DeviceError> {
         let (h, d, taps) = (config.num_heads, config.head_dim, config.short_conv_kernel_size);
         let [conv, s] = take_parts(parts, [("conv", &[3, taps - 1, h * d]), ("state", &[h, d, d])])?;
-        let conv: Vec<_> = conv.chunks_exact((taps - 1) * h * d).map(<[f64]>::to_vec).collect();
-        let conv = conv.try_into().expect("three windows of the length just checked");
+        let window = (taps - 1) * h * d;
+        let third = |i: usize| conv[i * window..(i + 1) * window].to_vec();
+        let conv = [third(0), third(1), third(2)];
         Ok(KdaState { conv, s, shape: (h, d), taps })
     }
 

@@ -39,11 +39,11 @@ pub fn situ_glu(gate: f64, up: f64, beta: f64, linear_beta: f64) -> f64 {
     beta * (gate / beta).tanh() * sigmoid(gate) * (linear_beta * (up / linear_beta).tanh())
 }
 
-/// KDA's log decay `lower_bound * sigmoid(exp(a_log) * z)`, in `(lower_bound, 0)`. `a_log` is one scalar a head
-/// (`docs/arithmetic.md` 5.3).
+/// KDA's log decay `lower_bound * sigmoid(rate * z)`, in `(lower_bound, 0)`, with `rate = exp(A_log)`: one scalar a head,
+/// never one a channel (`docs/arithmetic.md` 5.3).
 #[inline]
-pub fn kda_log_decay(z: f64, a_log: f64, lower_bound: f64) -> f64 {
-    lower_bound * sigmoid(a_log.exp() * z)
+pub fn kda_log_decay(z: f64, rate: f64, lower_bound: f64) -> f64 {
+    lower_bound * sigmoid(rate * z)
 }
 
 /// Weights of the selected experts from their unbiased scores, in rank order (`docs/arithmetic.md` 8.2).

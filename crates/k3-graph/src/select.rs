@@ -1,25 +1,25 @@
 //! Selections with a total order: the indexer's keys and the router's experts.
 //!
-//! Both are defined on values, not on bit patterns: `-0.0` equals `+0.0`. A NaN has no place in an order, and makes
-//! the selection fail rather than depend on how it was computed.
+//! Both are defined on values, not on bit patterns: `-0.0` equals `+0.0`. NaN has no place in an order, and an
+//! infinity is an overflow: either makes the selection fail rather than depend on how it was computed.
 
 use std::cmp::Ordering;
 
 /// A floating-point type that scores come in.
 pub trait Score: Copy + PartialOrd {
-    /// Whether this is NaN.
-    fn is_nan(self) -> bool;
+    /// Whether this is neither NaN nor infinite.
+    fn is_finite(self) -> bool;
 }
 
 impl Score for f32 {
-    fn is_nan(self) -> bool {
-        self.is_nan()
+    fn is_finite(self) -> bool {
+        self.is_finite()
     }
 }
 
 impl Score for f64 {
-    fn is_nan(self) -> bool {
-        self.is_nan()
+    fn is_finite(self) -> bool {
+        self.is_finite()
     }
 }
 
@@ -30,9 +30,9 @@ fn descending<T: Score>(a: T, b: T) -> Ordering {
 
 /// The `k` best positions of `scores` in the indexer's order (`docs/arithmetic.md` 7.2): with `theta` the k-th
 /// largest score, first all positions above `theta`, ascending, then those equal to `theta`, lowest first. With at
-/// most `k` scores, all positions ascending. `None` if a score is NaN.
+/// most `k` scores, all positions ascending. `None` if a score is not finite.
 pub fn select_keys<T: Score>(scores: &[T], k: usize) -> Option<Vec<u32>> {
-    if scores.iter().any(|s| s.is_nan()) {
+    if !scores.iter().all(|s| s.is_finite()) {
         return None;
     }
     if scores.len() <= k {
@@ -53,13 +53,13 @@ pub fn select_keys<T: Score>(scores: &[T], k: usize) -> Option<Vec<u32>> {
 }
 
 /// The `k` largest of `biased`, descending, the lower id first among equals (`docs/arithmetic.md` 8.2). `None` if a
-/// value is NaN.
+/// value is not finite.
 ///
 /// # Panics
 /// If there are fewer than `k` values.
 pub fn select_experts<T: Score>(biased: &[T], k: usize) -> Option<Vec<u32>> {
     assert!(k <= biased.len());
-    if biased.iter().any(|s| s.is_nan()) {
+    if !biased.iter().all(|s| s.is_finite()) {
         return None;
     }
     let order = |a: &u32, b: &u32| descending(biased[*a as usize], biased[*b as usize]).then(a.cmp(b));

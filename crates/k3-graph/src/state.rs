@@ -18,7 +18,7 @@ pub struct SequenceState<D: Device> {
     pub(crate) broken: bool,
 }
 
-/// What a model's states consist of. Models of equal shapes can exchange states as far as sizes go.
+/// What a model's states consist of. A state holds its own model's: that is how they know each other.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct StateShape {
     /// Of the layers that are loaded.
@@ -109,6 +109,9 @@ pub enum StateError {
         /// Of the state.
         found: usize,
     },
+    /// It came from another [`crate::Model`]. Export and import it if the weights are the same.
+    #[error("the state belongs to another model")]
+    OtherModel,
     /// It belongs to a model of other sizes, or with another kind of attention.
     #[error("the state belongs to a model of another shape: expected {expected}, found {found}")]
     Shape {
@@ -152,8 +155,12 @@ impl<D: Device> SequenceState<D> {
             return Err(StateError::Broken { position: self.position });
         }
         let own = &self.shape;
-        if Arc::ptr_eq(own, shape) || own == shape {
+        // Equal sizes are not enough: the values are those of one model's weights.
+        if Arc::ptr_eq(own, shape) {
             return Ok(());
+        }
+        if own == shape {
+            return Err(StateError::OtherModel);
         }
         if own.layers.len() != shape.layers.len() {
             return Err(StateError::Layers { expected: shape.layers.len(), found: own.layers.len() });

@@ -5,8 +5,8 @@
 //! multiply-add), so the bits do not depend on the number of rows in the batch, on how rows are split over
 //! threads, or on the instruction set that the compiler used. The wider the registers, the faster; nothing else.
 //!
-//! Block formats sum the codes of a block first and apply the block's scale to that sum (`docs/arithmetic.md`
-//! 8.3): for MXFP4 every scale is a power of two, so scaling is exact.
+//! Block formats multiply codes and activations first, pair by pair, and apply the block's scale to the sum of a pair:
+//! for MXFP4 the scale is a power of two, so this rounds as the unscaled sum does, short of overflow and underflow.
 
 #![allow(clippy::inline_always, reason = "the bodies must be compiled inside each target-feature wrapper")]
 
@@ -240,14 +240,19 @@ fn decode_codes(packed: &[u8], values: &mut [f32]) {
     }
 }
 
-/// [`E2M1::to_f32`] of a low nibble without a table: exponent and mantissa bits moved to their place in an f32,
-/// whose bias is then corrected by an exact product. Compilers turn this into vector code.
+/// [`E2M1::to_f32`] of a low nibble without a table, so that compilers turn it into vector code. Exponent and mantissa
+/// bits move to their place in an f32, rebiased; the two codes below 1 (0 and 0.5) are no normal numbers in E2M1 and
+/// come from an integer. No step passes through an f32 subnormal: a host thread that flushes those to zero gets the same
+/// values.
 #[inline(always)]
 fn code_value(byte: u8) -> f32 {
-    /// `2^(bias of f32 - bias of E2M1)`
-    const REBIAS: f32 = f32::from_bits((127 + 126) << 23);
+    /// What E2M1's exponent field lacks to f32's.
+    const REBIAS: u32 = 126 << 23;
     let code = u32::from(byte);
-    f32::from_bits(((code & 7) << 22) | ((code & 8) << 28)) * REBIAS
+    let magnitude = code & 7;
+    let small = magnitude as f32 * 0.5;
+    let bits = if magnitude < 2 { small.to_bits() } else { (magnitude << 22) + REBIAS };
+    f32::from_bits(bits | ((code & 8) << 28))
 }
 
 /// The value of a bf16. Unlike `bf16::to_f32` it does not quiet NaNs, and so compiles to a shift.

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use k3_experts::{ExpertStore, MappedStore};
 use k3_format::{Checkpoint, OpenOptions};
 use k3_graph::{
-    Device, DeviceError, Logits, LogitsWanted, Model, ModelOptions, Observer, SequenceState, Silent, Span,
+    Device, DeviceError, ForwardError, Logits, LogitsWanted, Model, ModelOptions, Observer, SequenceState,
+    Silent, Span, SpanResult,
 };
 
 use crate::{Error, RunError};
@@ -59,6 +60,17 @@ pub struct Sequence<D: Device> {
     pub(crate) tokens: Vec<u32>,
 }
 
+/// What one sequence does in [`Engine::step`].
+#[derive(Debug)]
+pub struct Step<'a, D: Device> {
+    /// The sequence; advanced by the step.
+    pub sequence: &'a mut Sequence<D>,
+    /// What it consumes: a chunk of its prompt, or the token that was chosen last.
+    pub tokens: &'a [u32],
+    /// Of which positions logits are wanted.
+    pub logits: LogitsWanted,
+}
+
 impl<D: Device> Clone for Sequence<D> {
     fn clone(&self) -> Self {
         Self { state: self.state.clone(), tokens: self.tokens.clone() }
@@ -99,6 +111,10 @@ impl<D: Device> Engine<D> {
         let dir = dir.as_ref();
         let checkpoint = Checkpoint::open(dir, &options.open)
             .map_err(|source| Error::Checkpoint { dir: dir.into(), source: Box::new(source) })?;
+        tracing::info!(dir = %dir.display(), "{checkpoint}");
+        for warning in checkpoint.warnings() {
+            tracing::warn!(dir = %dir.display(), "{warning}");
+        }
         progress(OpenProgress::Checked);
         let checkpoint = Arc::new(checkpoint);
         let store = Arc::new(MappedStore::new(checkpoint.clone()));
@@ -165,9 +181,29 @@ impl<D: Device> Engine<D> {
         self.run(sequence, &[token], LogitsWanted::Last, &mut Silent)
     }
 
+    /// One forward pass over several sequences: weights and experts are read once for all of them. Each gets, bit for
+    /// bit, what it would get alone, and fails alone; working memory grows with the number of tokens.
+    pub fn step(
+        &self,
+        batch: &mut [Step<'_, D>],
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<SpanResult>, ForwardError> {
+        let mut spans: Vec<Span<'_, D>> = batch
+            .iter_mut()
+            .map(|s| Span { state: &mut s.sequence.state, tokens: s.tokens, logits: s.logits })
+            .collect();
+        let results = self.model.forward(&mut spans, &*self.store, observer)?;
+        for (step, result) in batch.iter_mut().zip(&results) {
+            if result.is_ok() {
+                step.sequence.tokens.extend_from_slice(step.tokens);
+            }
+        }
+        Ok(results)
+    }
+
     /// Consumes `tokens` in chunks, with an observer, and returns the logits wanted.
     ///
-    /// A prompt that does not fit the context is refused whole, never cut.
+    /// A prompt that cannot be run as a whole is refused before any of it is consumed, and never cut.
     pub fn run(
         &self,
         sequence: &mut Sequence<D>,
@@ -175,13 +211,7 @@ impl<D: Device> Engine<D> {
         wanted: LogitsWanted,
         observer: &mut dyn Observer,
     ) -> Result<Logits, RunError> {
-        if tokens.is_empty() {
-            return Err(RunError::EmptyPrompt);
-        }
-        let (position, context) = (sequence.position(), self.model.config().max_position_embeddings);
-        if position + tokens.len() > context {
-            return Err(RunError::PromptTooLong { prompt: tokens.len(), position, context });
-        }
+        self.model.check_tokens(tokens, sequence.position())?;
         let mut logits = Logits::default();
         let chunks = tokens.chunks(self.chunk_tokens);
         let last = chunks.len() - 1;
@@ -190,13 +220,8 @@ impl<D: Device> Engine<D> {
                 LogitsWanted::Last if i < last => LogitsWanted::None,
                 other => other,
             };
-            let span = Span { state: &mut sequence.state, tokens: chunk, logits: want };
-            let part = self
-                .model
-                .forward(&mut [span], &*self.store, observer)?
-                .pop()
-                .expect("one result for one span")?;
-            sequence.tokens.extend_from_slice(chunk);
+            let step = Step { sequence, tokens: chunk, logits: want };
+            let part = self.step(&mut [step], observer)?.pop().expect("one result for one step")?;
             logits.width = part.width;
             logits.values.extend(part.values);
         }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use k3_graph::{DeviceError, ForwardError, LoadError, SpanError};
+use k3_graph::{DeviceError, ForwardError, LoadError, SpanError, TokenError};
 
 use crate::SamplingError;
 
@@ -46,19 +46,7 @@ pub enum RunError {
     /// The request cannot be honoured.
     #[error(transparent)]
     Sampling(#[from] SamplingError),
-    /// Nothing to run.
-    #[error("the prompt is empty, and the sequence too: there is nothing to continue")]
-    EmptyPrompt,
-    /// The prompt does not fit.
-    #[error(
-        "the prompt has {prompt} tokens after {position} already consumed, the model's context is {context}"
-    )]
-    PromptTooLong {
-        /// Tokens in the prompt.
-        prompt: usize,
-        /// Tokens consumed before.
-        position: usize,
-        /// `max_position_embeddings`
-        context: usize,
-    },
+    /// The tokens cannot be run. Nothing has been consumed.
+    #[error("the prompt cannot be run")]
+    Tokens(#[from] TokenError),
 }

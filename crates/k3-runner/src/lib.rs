@@ -17,6 +17,8 @@
 //! Under it are token ids; [`Chatter`] puts conversations on top: a chat request in, reasoning, content and tool calls
 //! out.
 
+#![forbid(unsafe_code)]
+
 mod chat;
 mod engine;
 mod error;
@@ -25,7 +27,7 @@ mod sampler;
 mod saved;
 
 pub use chat::{ChatError, ChatEvent, ChatReply, Chatter, Usage, prompt_ids};
-pub use engine::{Engine, EngineOptions, OpenProgress, Sequence};
+pub use engine::{Engine, EngineOptions, OpenProgress, Sequence, Step};
 pub use error::{Error, RunError};
 pub use generate::{Event, Finish, Generate, Generation};
 pub use sampler::{Sampler, Sampling, SamplingError};

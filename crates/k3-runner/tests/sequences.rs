@@ -3,9 +3,9 @@
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-use k3_graph::{Cpu, Device, LogitsWanted, ModelOptions, Reference, Silent};
+use k3_graph::{Cpu, Device, LogitsWanted, ModelOptions, Reference, Silent, TokenError};
 use k3_runner::{
-    Engine, EngineOptions, Event, Finish, Generate, LogitsHash, RunError, Sampling, SavedStateError,
+    Engine, EngineOptions, Event, Finish, Generate, LogitsHash, RunError, Sampling, SavedStateError, Step,
 };
 
 fn fixture(name: &str) -> PathBuf {
@@ -217,14 +217,57 @@ fn a_cancelled_prefill_leaves_an_unusable_sequence() {
     assert!(matches!(engine.save(&sequence, "/nonexistent"), Err(SavedStateError::State { .. })));
 }
 
-/// The prompt is never cut; nothing is consumed of one that does not fit.
+/// A prompt that cannot be run is refused as a whole, also where its first chunks could be.
 #[test]
-fn a_prompt_longer_than_the_context_is_refused_with_both_numbers() {
-    let engine = open("tiny-k3");
+fn a_bad_prompt_is_refused_before_any_of_it_is_consumed() {
+    let mut engine = open("tiny-k3");
+    engine.set_chunk_tokens(4);
     let mut sequence = engine.new_sequence().unwrap();
-    let error = engine.prefill(&mut sequence, &prompt(5000)).unwrap_err();
-    assert!(matches!(error, RunError::PromptTooLong { prompt: 5000, context: 4096, .. }), "{error}");
+    let mut refused = |tokens: &[u32]| match engine.prefill(&mut sequence, tokens) {
+        Err(RunError::Tokens(error)) => {
+            assert_eq!((sequence.position(), sequence.tokens().len()), (0, 0));
+            error
+        }
+        other => panic!("{other:?}"),
+    };
+    // Never cut: both numbers are named.
+    let error = refused(&prompt(5000));
+    assert_eq!(error, TokenError::Context { tokens: 5000, position: 0, context: 4096 });
     assert!(error.to_string().contains("5000") && error.to_string().contains("4096"));
-    assert!(matches!(engine.prefill(&mut sequence, &[]), Err(RunError::EmptyPrompt)));
+    let mut ids = prompt(20);
+    ids[17] = 512;
+    assert_eq!(refused(&ids), TokenError::Unknown { index: 17, id: 512, vocab_size: 512 });
+    assert_eq!(refused(&[]), TokenError::None);
     engine.prefill(&mut sequence, &[5]).unwrap();
+}
+
+#[test]
+fn a_step_of_several_sequences_gives_each_what_it_gets_alone() {
+    let engine = open("tiny-k31");
+    let ids = prompt(60);
+    let alone = |tokens: &[u32]| {
+        let mut sequence = engine.new_sequence().unwrap();
+        LogitsHash::of(engine.prefill(&mut sequence, tokens).unwrap().last().unwrap())
+    };
+    let mut sequences = [engine.new_sequence().unwrap(), engine.new_sequence().unwrap()];
+    engine.prefill(&mut sequences[0], &ids[..30]).unwrap();
+    let [a, b] = &mut sequences;
+    let batch = &mut [
+        Step { sequence: a, tokens: &ids[30..31], logits: LogitsWanted::Last },
+        Step { sequence: b, tokens: &ids[5..50], logits: LogitsWanted::Last },
+    ];
+    let results = engine.step(batch, &mut Silent).unwrap();
+    let hashes: Vec<_> = results.iter().map(|r| LogitsHash::of(&r.as_ref().unwrap().values)).collect();
+    assert_eq!(hashes, [alone(&ids[..31]), alone(&ids[5..50])]);
+    assert_eq!((sequences[0].tokens(), sequences[1].tokens()), (&ids[..31], &ids[5..50]));
+}
+
+/// A state means the weights that computed it: it does not move between engines but by a file.
+#[test]
+fn a_sequence_belongs_to_its_engine() {
+    let (one, other) = (open("tiny-k31"), open("tiny-k31"));
+    let mut sequence = one.new_sequence().unwrap();
+    one.prefill(&mut sequence, &prompt(5)).unwrap();
+    assert!(matches!(other.prefill(&mut sequence, &[5]), Err(RunError::Forward(_))));
+    one.prefill(&mut sequence, &[5]).unwrap();
 }

@@ -117,6 +117,8 @@ pub(super) fn step(args: &KdaStep<'_, Cpu>, states: &mut [SequenceRows<'_, KdaSt
 struct Head<'a> {
     args: &'a KdaStep<'a, Cpu>,
     h: usize,
+    /// `exp(A_log)`
+    rate: f64,
     q: Vec<f32>,
     k: Vec<f32>,
     /// What the state holds for `k`, then the update `beta (v - read)`.
@@ -126,24 +128,24 @@ struct Head<'a> {
 impl<'a> Head<'a> {
     fn new(args: &'a KdaStep<'a, Cpu>, h: usize) -> Self {
         let zeros = || vec![0.0; args.config.head_dim];
-        Self { args, h, q: zeros(), k: zeros(), u: zeros() }
+        Self { args, h, rate: f64::from(args.a_log[h]).exp(), q: zeros(), k: zeros(), u: zeros() }
     }
 
     /// Token `r`: `state` is `[key, value]`, `out` has one value a value channel and is zero.
     fn step(&mut self, r: usize, state: &mut [f32], out: &mut [f32]) {
-        let Self { args, h, q, k, u } = self;
+        let Self { args, h, rate, q, k, u } = self;
         let (h, dim) = (*h, args.config.head_dim);
         let head = h * dim..(h + 1) * dim;
         normalise(&args.q.row(r)[head.clone()], 1.0 / (dim as f64).sqrt(), q);
         normalise(&args.k.row(r)[head.clone()], 1.0, k);
         let beta = sigmoid(f64::from(args.beta.row(r)[h])) as f32;
         let decay = args.decay.row(r)[head.clone()].iter().zip(&args.dt_bias[head.clone()]);
-        let a_log = f64::from(args.a_log[h]);
+        let rate = *rate;
 
         u.fill(0.0);
         for ((s, k), (z, bias)) in state.chunks_exact_mut(dim).zip(k.iter()).zip(decay) {
             let z = f64::from(*z) + f64::from(*bias);
-            let alpha = kda_log_decay(z, a_log, args.config.gate_lower_bound).exp() as f32;
+            let alpha = kda_log_decay(z, rate, args.config.gate_lower_bound).exp() as f32;
             for (s, u) in s.iter_mut().zip(u.iter_mut()) {
                 *s *= alpha;
                 *u += *s * k;

@@ -9,7 +9,6 @@ use crate::device::{
     DeviceError, IndexQuery, MlaAttend, Selected, Selection, SequenceRows, StateTensor, StateValues,
     take_parts,
 };
-use crate::select::select_keys;
 
 /// Keys whose weighted latents are summed before they join the total, by place among the attended keys.
 const KEY_BLOCK: usize = 64;
@@ -148,7 +147,7 @@ pub(super) fn index_select(query: IndexQuery<'_, Cpu>, states: &[SequenceRows<'_
             return Selected::All;
         }
         let scores = index_row(query, r, keys, state);
-        select_keys(&scores, k).map_or(Selected::NonFinite, Selected::Keys)
+        Selected::by_score(&scores, k)
     });
     Selection { rows }
 }
@@ -161,14 +160,8 @@ pub(super) fn attend(
 ) -> Rows {
     let c = args.config;
     let rows = causal(states, |r, keys, state| {
-        let positions: Vec<usize> = match selection.map(|s| &s.rows[r]) {
-            None | Some(Selected::All) => (0..keys).collect(),
-            Some(Selected::NonFinite) => return vec![f32::NAN; c.output_size()],
-            Some(Selected::Keys(selected)) => {
-                let mut selected: Vec<usize> = selected.iter().map(|&s| s as usize).collect();
-                selected.sort_unstable();
-                selected
-            }
+        let Some(positions) = selection.map_or(&Selected::All, |s| &s.rows[r]).ascending(keys) else {
+            return vec![f32::NAN; c.output_size()];
         };
         let mut out = vec![0.0; c.output_size()];
         out.par_chunks_exact_mut(c.v_head_dim)
@@ -204,15 +197,16 @@ fn attend_head(
     let mut p: Vec<f32> = positions.iter().map(score).collect();
     softmax(&mut p);
 
-    let mut a = vec![0.0; rank];
+    let mut total = vec![0.0_f64; rank];
     let mut block = vec![0.0; rank];
     for (p, positions) in p.chunks(KEY_BLOCK).zip(positions.chunks(KEY_BLOCK)) {
         block.fill(0.0);
         for (p, &s) in p.iter().zip(positions) {
             block.iter_mut().zip(state.latent.row(s)).for_each(|(b, c)| *b += p * c);
         }
-        a.iter_mut().zip(&block).for_each(|(a, b)| *a += b);
+        total.iter_mut().zip(&block).for_each(|(t, b)| *t += f64::from(*b));
     }
+    let a: Vec<f32> = total.iter().map(|&t| t as f32).collect();
     for (i, out) in out.iter_mut().enumerate() {
         args.kv_b.row(first + nope + i).decode_f32(&mut weight_row);
         *out = dot_f32(&weight_row, &a);

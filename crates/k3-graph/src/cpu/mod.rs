@@ -169,6 +169,7 @@ impl Device for Cpu {
     type Vector = Vec<f32>;
     type KdaState = KdaState;
     type MlaState = MlaState;
+    type Selection = Selection;
 
     fn kind(&self) -> &'static str {
         "cpu-f32"
@@ -313,6 +314,14 @@ impl Device for Cpu {
         Ok(self.pool.install(|| mla::index_select(query, states)))
     }
 
+    fn download_selection(&self, selection: &Selection) -> Result<Selection, DeviceError> {
+        Ok(selection.clone())
+    }
+
+    fn lost_rows(&self, selection: &Selection) -> Result<Vec<usize>, DeviceError> {
+        Ok(selection.lost_rows())
+    }
+
     fn index_scores(
         &self,
         query: IndexQuery<'_, Self>,
@@ -336,7 +345,10 @@ impl Device for Cpu {
         for r in 0..logits.len() {
             let s: Vec<f32> = logits.row(r).iter().map(|&l| sigmoid(f64::from(l)) as f32).collect();
             let biased: Vec<f32> = s.iter().zip(bias).map(|(s, b)| s + b).collect();
-            let Some(order) = select_experts(&biased, (k + 1).min(biased.len())) else {
+            // A sigmoid would hide an infinite logit.
+            let finite = logits.row(r).iter().all(|l| l.is_finite());
+            let order = select_experts(&biased, (k + 1).min(biased.len())).filter(|_| finite);
+            let Some(order) = order else {
                 routing.push_non_finite(r);
                 continue;
             };

@@ -271,7 +271,7 @@ fn latent_attention() {
 
 #[test]
 fn attending_all_keys_by_name_changes_no_bit() {
-    fn check<D: Device>(d: &D) {
+    fn check<D: Device<Selection = Selection>>(d: &D) {
         let calls = [1, 66, 1, 5];
         let dense = bits(&mla(d, Bf16, &calls, Keys::NoSelection));
         for keys in [Keys::All, Keys::Listed, Keys::Backwards] {
@@ -284,7 +284,12 @@ fn attending_all_keys_by_name_changes_no_bit() {
 }
 
 /// Outputs over several calls, then the caches.
-fn mla<D: Device>(d: &D, format: WeightFormat, calls: &[usize], keys: Keys) -> Vec<f32> {
+fn mla<D: Device<Selection = Selection>>(
+    d: &D,
+    format: WeightFormat,
+    calls: &[usize],
+    keys: Keys,
+) -> Vec<f32> {
     let rng = &mut Lcg::new(13);
     let config = MlaConfig {
         num_heads: 3,
@@ -322,7 +327,7 @@ fn mla<D: Device>(d: &D, format: WeightFormat, calls: &[usize], keys: Keys) -> V
 /// A lost row attends to nothing and says so; its neighbours do not notice.
 #[test]
 fn a_lost_selection_leaves_the_other_rows() {
-    fn check<D: Device>(d: &D) {
+    fn check<D: Device<Selection = Selection>>(d: &D) {
         let config = MlaConfig {
             num_heads: 2,
             q_lora_rank: 1,
@@ -396,7 +401,8 @@ fn index_both<D: Device>(d: &D, heads: usize, dim: usize, calls: &[usize]) -> (V
         d.index_append(&k, &gain, &bias, 1e-6, &mut states).unwrap();
         let query = IndexQuery { config: &config, q: &q, weights: &weights };
         out.extend(d.index_scores(query, &states).unwrap().into_iter().flatten());
-        selected.extend(d.index_select(query, &states).unwrap().rows);
+        let selection = d.index_select(query, &states).unwrap();
+        selected.extend(d.download_selection(&selection).unwrap().rows);
         position += n;
     }
     out.extend(d.export_mla(&state).unwrap()[2].values.to_f32());

@@ -37,10 +37,21 @@ fn ties_go_to_the_lowest_id() {
 
 #[test]
 fn zeros_of_either_sign_are_equal() {
-    let ties = [f32::NEG_INFINITY; 4];
+    // A sigmoid of this is +0, to which the biases are added.
+    let ties = [f32::MIN; 4];
     check(&ties, &[-0.0, 0.0, -0.0, 0.0], RULE, &[0, 1], &[0.0, 0.0]);
     check(&ties, &[0.0, -0.0, 0.0, -0.0], RULE, &[0, 1], &[0.0, 0.0]);
     check(&[-0.0, 0.0, -0.0], &[0.0, -0.0, 0.0], RULE, &[0, 1], &[0.5, 0.5]);
+}
+
+/// An infinite logit is an overflow, although its sigmoid is finite.
+#[test]
+fn infinite_logits_are_lost() {
+    for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+        let logits = [0.0, bad, 1.0, 0.0, 0.5, 1.0];
+        assert_eq!(route(&Reference, &logits, &[0.0; 3], RULE).non_finite, [0]);
+        assert_eq!(route(&cpu(), &logits, &[0.0; 3], RULE).non_finite, [0]);
+    }
 }
 
 /// BF16 has a step of `2^-8` here and would take expert 1.

@@ -186,7 +186,8 @@ fn index<D: Device>(device: &D, case: &Value, spans: &[usize]) -> Indexed {
         device.index_append(&k, &gain, &bias, INDEX_NORM_EPS, &mut states).unwrap();
         let (q, weights) = (device.linear(&wq_b, &cq).unwrap(), device.linear(&weights_proj, &x).unwrap());
         let query = IndexQuery { config: &config, q: &q, weights: &weights };
-        out.selected.extend(device.index_select(query, &states).unwrap().rows);
+        let selection = device.index_select(query, &states).unwrap();
+        out.selected.extend(device.download_selection(&selection).unwrap().rows);
         out.scores.extend(device.index_scores(query, &states).unwrap());
         position += n;
     }

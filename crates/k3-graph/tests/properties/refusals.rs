@@ -5,7 +5,7 @@ use std::error::Error;
 use k3_format::{Role, TensorId, Variant};
 use k3_graph::{
     Cpu, Device, ForwardError, LoadError, LogitsWanted, Model, ModelOptions, Reference, SequenceState,
-    Silent, Span, StateError, WeightSource,
+    Silent, Span, StateError, TokenError, WeightSource,
 };
 use k3_quant::Matrix;
 
@@ -54,16 +54,12 @@ fn after_two<D: Device>(model: &Model<D>) -> SequenceState<D> {
 fn tokens() {
     let model = load(cpu(), &TinyWeights::new(Variant::K31));
     let state = &mut after_two(&model);
-    check(&model, state, &[], |e| matches!(e, ForwardError::NoTokens { span: 1 }));
-    let media = |e: &ForwardError| matches!(e, ForwardError::Media { span: 1, index: 2, id: 96 });
-    check(&model, state, &[0, 1, 96], media);
-    for unknown in [VOCAB as u32, u32::MAX] {
-        check(&model, state, &[0, unknown], |e| {
-            matches!(
-                e,
-                ForwardError::UnknownToken { span: 1, index: 1, id, vocab_size: VOCAB } if *id == unknown
-            )
-        });
+    let refused = |expected: TokenError| move |e: &ForwardError| matches!(e, ForwardError::Tokens { span: 1, source } if *source == expected);
+    check(&model, state, &[], refused(TokenError::None));
+    check(&model, state, &[0, 1, 96], refused(TokenError::Media { index: 2, id: 96 }));
+    for id in [VOCAB as u32, u32::MAX] {
+        let unknown = TokenError::Unknown { index: 1, id, vocab_size: VOCAB };
+        check(&model, state, &[0, id], refused(unknown));
     }
     // The last id that exists is not beyond the vocabulary, where it is no placeholder.
     let mut weights = TinyWeights::new(Variant::K3);
@@ -79,19 +75,17 @@ fn context() {
     let model = load(cpu(), &weights);
     let store = MemoryStore::new(model.config());
     let state = &mut after_two(&model);
-    let over = |end: usize| {
+    let over = |tokens: usize, position: usize| {
         move |e: &ForwardError| {
-            matches!(
-                e,
-                ForwardError::Context { span: 1, end: found, max_position_embeddings: 10 } if *found == end
-            )
+            let expected = TokenError::Context { tokens, position, context: 10 };
+            matches!(e, ForwardError::Tokens { span: 1, source } if *source == expected)
         }
     };
-    check(&model, state, &prompt(3, 9), over(11));
+    check(&model, state, &prompt(3, 9), over(9, 2));
     // To the last position and no further.
     run(&model, &store, state, &prompt(3, 8), LogitsWanted::Last);
     assert_eq!(state.position(), 10);
-    check(&model, state, &[1], over(11));
+    check(&model, state, &[1], over(1, 10));
 }
 
 #[test]

@@ -1,0 +1,250 @@
+//! The program as a user calls it.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::{Value, json};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
+}
+
+fn small() -> String {
+    fixtures().join("tokenizer/small").display().to_string()
+}
+
+/// Runs `k3 ARGS` with `input` on stdin.
+fn k3(args: &[&str], input: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_k3"))
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+/// Stdout of a run that must succeed.
+#[track_caller]
+fn ok(args: &[&str], input: &str) -> String {
+    let output = k3(args, input);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Stderr of a run that must fail, and write nothing to stdout.
+#[track_caller]
+fn fails(args: &[&str], input: &str) -> String {
+    let output = k3(args, input);
+    assert!(!output.status.success(), "{args:?} succeeded");
+    assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[test]
+fn inspect_tells_the_variants_apart() {
+    let of = |name: &str| ok(&["inspect", &fixtures().join(name).display().to_string()], "");
+    let (k3, k31) = (of("tiny-k3"), of("tiny-k31"));
+    assert!(k3.contains("Kimi K3 in") && k3.contains("no dsa_config"), "{k3}");
+    assert!(k31.contains("Kimi K3.1 Pro in") && k31.contains("20 indexer tensors"), "{k31}");
+    assert!(k31.contains("KDA 1-3 5-7 9-11; full attention 4 8 12-13; dense MLP 1; experts 2-13"), "{k31}");
+}
+
+#[test]
+fn inspect_says_why_a_folder_is_refused() {
+    assert!(fails(&["inspect", "/nonexistent"], "").contains("does not exist"));
+    let dir = tempfile::tempdir().unwrap();
+    assert!(fails(&["inspect", &dir.path().display().to_string()], "").contains("it is empty"));
+}
+
+#[test]
+fn text_goes_to_ids_and_back() {
+    let text = "Grüße, 世界! \t<|open|>message<|sep|>\r\n  it's 12345 👩‍🚀";
+    let ids = ok(&["tokenize", &small()], text);
+    assert!(
+        ids.split_whitespace().all(|id| id.parse::<u32>().unwrap() < 768),
+        "text gives no control id: {ids}"
+    );
+    assert_eq!(ok(&["detokenize", &small()], &ids), text);
+
+    let lines = ["a\nb", "", "世"].map(|text| serde_json::to_string(text).unwrap()).join("\n");
+    let arrays = ok(&["tokenize", &small(), "--json"], &lines);
+    assert_eq!(arrays.lines().count(), 3);
+    assert_eq!(ok(&["detokenize", &small(), "--json"], &arrays).trim_end(), lines);
+}
+
+#[test]
+fn bad_ids_are_refused_by_name() {
+    assert!(fails(&["detokenize", &small()], "1 x").contains("\"x\""));
+    assert!(fails(&["detokenize", &small()], "1024").contains("1024"));
+    assert!(
+        fails(&["tokenize", &small(), "--json"], "\"a\"\n[1]").contains("line 2"),
+        "the good line comes out first"
+    );
+}
+
+fn weather() -> String {
+    json!({
+        "messages": [
+            {"role": "user", "content": "Weather in Lisbon?"},
+            {"role": "assistant", "content": "", "reasoning_content": "Look it up.", "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{\"city\":\"Lisbon\"}"}}
+            ]},
+            {"role": "tool", "tool_call_id": "c1", "content": "18 C"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}],
+        "reasoning_effort": "low",
+    })
+    .to_string()
+}
+
+#[test]
+fn a_prompt_in_all_three_forms() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("request.json");
+    std::fs::write(&file, weather()).unwrap();
+    let file = file.display().to_string();
+    let segments: Vec<Value> = serde_json::from_str(&ok(&["prompt", &file], "")).unwrap();
+    let joined: String = segments.iter().map(|s| s["text"].as_str().unwrap()).collect();
+    assert_eq!(ok(&["prompt", &file, "--as", "text"], ""), joined.clone() + "\n");
+    assert!(joined.contains("<|open|>call tool=\"get_weather\" index=\"1\"<|sep|>"), "{joined}");
+    assert!(
+        joined.contains("<|open|>message role=\"tool\" tool=\"get_weather\" index=\"1\"<|sep|>18 C"),
+        "{joined}"
+    );
+    assert!(joined.contains("thinking_effort=low"), "{joined}");
+
+    // The same from stdin; control segments are the only control ids, in their places.
+    let ids = ok(&["prompt", "-", "--as", "ids", "--tokenizer", &small()], &weather());
+    let ids: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
+    let controls = segments.iter().filter(|s| s["control"] == true).count();
+    assert_eq!(ids.iter().filter(|id| **id >= 768).count(), controls);
+}
+
+#[test]
+fn the_entry_points_of_the_vendor_differ() {
+    let request = r#"{"messages":[{"role":"user","content":"Hello"}]}"#;
+    let of = |entry| ok(&["prompt", "-", "--as", "text", "--entry", entry], request);
+    assert!(of("served").contains("thinking_effort=max"));
+    assert!(!of("bare").contains("thinking_effort"));
+}
+
+/// Every refusal begins with its name.
+#[test]
+fn refused_requests() {
+    let check = |request: Value, name: &str| {
+        let error = fails(&["prompt", "-"], &request.to_string());
+        assert!(error.starts_with(&format!("error: {name}: ")), "{error}");
+    };
+    let message = |message: Value| json!({ "messages": [message] });
+    check(json!({"messages": 1}), "messages_not_list");
+    check(message(json!("x")), "message_not_object");
+    check(message(json!({"role": "alien", "content": "x"})), "unknown_role");
+    check(
+        message(json!({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})),
+        "image_not_supported",
+    );
+    check(
+        json!({"messages": [], "chat_template_kwargs": {"thinking_effort": "medium"}}),
+        "unsupported_thinking_effort",
+    );
+}
+
+#[test]
+fn a_reply_is_parsed_whole_and_as_a_stream() {
+    let chunks = json!([
+        "Hm.",
+        "<|close|>",
+        "think",
+        "<|sep|>",
+        "<|open|>",
+        "response",
+        "<|sep|>",
+        "4",
+        "<|close|>",
+        "response",
+        "<|sep|>",
+        "<|close|>",
+        "message",
+        "<|sep|>",
+        "<|end_of_msg|>"
+    ])
+    .to_string();
+    let whole: Value = serde_json::from_str(&ok(&["parse"], &chunks)).unwrap();
+    assert_eq!(
+        whole,
+        json!({"reasoning_content": "Hm.", "content": "4", "tool_calls": [], "finish_reason": "stop", "errors": []})
+    );
+    let events: Vec<Value> =
+        ok(&["parse", "--stream"], &chunks).lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert_eq!(
+        events,
+        [json!({"reasoning_content": "Hm."}), json!({"content": "4"}), json!({"finish_reason": "stop"})]
+    );
+    let cut: Value = serde_json::from_str(&ok(&["parse", "--stop", "length"], r#"["Hm"]"#)).unwrap();
+    assert_eq!(cut["finish_reason"], "length");
+    assert!(fails(&["parse"], "{}").contains("JSON array"));
+}
+
+/// tiny-k31 has 512 ids: the single bytes and the 256 control slots, the smallest vocabulary of the released layout.
+fn tiny_with_bytes() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(fixtures().join("tiny-k31")).unwrap() {
+        let path = file.unwrap().path();
+        std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+    }
+    let ranks = std::fs::read_to_string(fixtures().join("tokenizer/small/tiktoken.model")).unwrap();
+    let bytes: String = ranks.lines().take(256).map(|line| format!("{line}\n")).collect();
+    std::fs::write(dir.path().join("tiktoken.model"), bytes).unwrap();
+    let names = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"];
+    let named: serde_json::Map<_, _> = names
+        .iter()
+        .enumerate()
+        .map(|(i, n)| ((256 + i).to_string(), json!({"content": n, "special": true})))
+        .collect();
+    std::fs::write(
+        dir.path().join("tokenizer_config.json"),
+        json!({"added_tokens_decoder": named}).to_string(),
+    )
+    .unwrap();
+    dir
+}
+
+#[test]
+fn a_chat_request_runs_end_to_end() {
+    let model = tiny_with_bytes();
+    let dir = model.path().display().to_string();
+    let args = ["generate", &dir, "--chat", "-", "--max-tokens", "20", "--json", "--seed", "3"];
+    let run = || ok(&args, &weather());
+    let lines = run();
+    let whole: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+    assert_eq!(whole["usage"]["completion_tokens"], 20, "{whole}");
+    assert_eq!(whole["finish_reason"], "length");
+    let joined: String = lines
+        .lines()
+        .filter_map(|l| {
+            serde_json::from_str::<Value>(l).ok()?["reasoning_content"].as_str().map(str::to_owned)
+        })
+        .collect();
+    assert!(joined.ends_with(whole["reasoning_content"].as_str().unwrap()), "deltas join to the whole");
+    assert_eq!(run(), lines, "the same seed gives the same reply");
+
+    let output = k3(&["generate", &dir, "--prompt", "hi", "--max-tokens", "3"], "");
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.contains("finish_reason length") && told.contains("completion 3"), "{told}");
+}
+
+#[test]
+fn ids_need_no_tokenizer() {
+    let dir = fixtures().join("tiny-k31").display().to_string();
+    let args =
+        ["generate", &dir, "--ids", "5,6,7", "--max-tokens", "4", "--temperature", "0", "--ignore-eos"];
+    let ids = ok(&args, "");
+    assert_eq!(ids.split_whitespace().count(), 4, "{ids}");
+    assert!(fails(&["generate", &dir, "--prompt", "hi"], "").contains("tiktoken.model"));
+    assert!(fails(&["generate", &dir, "--ids", "512"], "").contains("512"));
+    assert!(fails(&["generate", &dir, "--ids", "5", "--top-p", "0"], "").contains("top_p"));
+}
