@@ -25,7 +25,9 @@ impl MappedStore {
     }
 
     fn expert(&self, layer: usize, id: ExpertId) -> Result<Expert, ExpertError> {
-        let experts = self.checkpoint.config().moe.num_experts;
+        let config = self.checkpoint.config();
+        let has_experts = layer < config.num_hidden_layers() && config.is_moe(layer);
+        let experts = if has_experts { config.moe.num_experts } else { 0 };
         if id as usize >= experts {
             return Err(ExpertError::Unknown { layer, expert: id, experts });
         }

@@ -20,12 +20,10 @@ use crate::names::{Extent, IndexerNames, Names};
 use crate::read::Buffer;
 use crate::shard_error::ShardError;
 use crate::shards::{Shards, TensorInfo, check_directory};
+use crate::small_file::read_small;
 use crate::tensor_check::{check, load_vector};
 use crate::warning::Warning;
 use crate::{ModelConfig, TensorId, Variant};
-
-/// Largest JSON file beside the shards; the release's has 7 kB.
-const MAX_JSON: u64 = 64 << 20;
 
 /// How matrices outside the routed experts get into memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -107,8 +105,9 @@ impl Checkpoint {
             None => GenerationConfig::default(),
         };
         let shards = Shards::open(dir)?;
-        let id = CheckpointId::new(&json, shards.files());
         let opened = check(file, options.indexer_names.as_ref(), &shards)?;
+        let indexer_names = opened.indexer.as_ref().map(|resolution| &resolution.names);
+        let id = CheckpointId::new(&json, shards.files(), indexer_names, opened.values);
         Ok(Self {
             dir: dir.to_owned(),
             config: opened.config,
@@ -140,7 +139,8 @@ impl Checkpoint {
         self.variant
     }
 
-    /// What tells this checkpoint from every other one.
+    /// What tells this checkpoint from others, wherever it lies and however it is loaded; see [`CheckpointId`] for
+    /// what it covers.
     pub fn identity(&self) -> CheckpointId {
         self.id
     }
@@ -337,18 +337,11 @@ impl fmt::Display for Checkpoint {
 
 /// A small JSON file; `None` if there is none.
 fn read_json(file: &Path) -> Result<Option<Value>, Error> {
-    let failed = |source| Error::ReadFile { file: file.to_owned(), source };
-    match std::fs::metadata(file) {
-        // A dangling link is a file that should be there.
-        Err(e) if e.kind() == io::ErrorKind::NotFound && file.symlink_metadata().is_err() => return Ok(None),
-        Err(e) => return Err(failed(e)),
-        Ok(meta) if meta.len() > MAX_JSON => {
-            let why = format!("{} bytes, at most {MAX_JSON} expected", meta.len());
-            return Err(failed(io::Error::new(io::ErrorKind::FileTooLarge, why)));
-        }
-        Ok(_) => {}
+    // A dangling link is a file that should be there.
+    if matches!(file.symlink_metadata(), Err(e) if e.kind() == io::ErrorKind::NotFound) {
+        return Ok(None);
     }
-    let bytes = std::fs::read(file).map_err(failed)?;
+    let bytes = read_small(file)?;
     serde_json::from_slice(&bytes).map(Some).map_err(|source| match Content::recognise(&bytes) {
         Content::Json | Content::Text(_) | Content::Unknown(_) => {
             Error::Json { file: file.to_owned(), source }

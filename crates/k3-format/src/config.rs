@@ -9,6 +9,7 @@ mod fields;
 mod layer_map;
 mod quantization;
 
+use std::collections::HashSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -29,8 +30,11 @@ use dsa::{Alias, alias};
 /// Largest width, of one dimension of one tensor, that is taken for a model and not for damage. Products of two
 /// such widths and an element size fit 64 bits.
 pub(crate) const MAX_WIDTH: usize = 1 << 24;
+/// Most elements of what a layer keeps of one sequence, such as the KDA state `num_heads * head_dim * head_dim`
+/// (1.6 million in the release).
+const MAX_STATE: usize = 1 << 28;
 /// Most decoder layers.
-const MAX_LAYERS: usize = 10_000;
+pub(crate) const MAX_LAYERS: usize = 10_000;
 /// Most routed experts in all layers together.
 const MAX_EXPERTS: usize = 1 << 24;
 /// Largest context ceiling.
@@ -335,11 +339,28 @@ fn read_kda(
             gate_lower_bound: bound?,
         })
     })();
-    if let Some(kda) = &kda
-        && kda.num_heads.checked_mul(kda.head_dim).is_none_or(|n| n > MAX_WIDTH)
-    {
-        let expected = format!("num_heads * head_dim of at most {MAX_WIDTH}");
-        fields.problem("num_heads", expected, Some(&kda.num_heads.into()), "rows of one tensor");
+    if let Some(kda) = &kda {
+        let product = |factors: &[usize]| factors.iter().try_fold(1usize, |n, &f| n.checked_mul(f));
+        let (heads, dim, taps) = (kda.num_heads, kda.head_dim, kda.short_conv_kernel_size);
+        let too_large = [
+            ("num_heads * head_dim", product(&[heads, dim]), MAX_WIDTH, "rows of one tensor"),
+            (
+                "num_heads * head_dim * head_dim",
+                product(&[heads, dim, dim]),
+                MAX_STATE,
+                "the state of a layer",
+            ),
+            (
+                "num_heads * head_dim * short_conv_kernel_size",
+                product(&[heads, dim, taps]),
+                MAX_STATE,
+                "the taps of a convolution",
+            ),
+        ];
+        let too_large = too_large.into_iter().find(|(_, n, max, _)| n.is_none_or(|n| n > *max));
+        if let Some((what, _, max, reason)) = too_large {
+            fields.problem("num_heads", format!("{what} of at most {max}"), Some(&heads.into()), reason);
+        }
     }
     let unknown = fields.unknown_keys(&[]);
     text.absorb(fields.into_problems());
@@ -420,11 +441,6 @@ fn read_tokens(root: &mut Fields<'_>, text: &mut Fields<'_>, vocab_size: Option<
 
 /// The ids in order of first appearance.
 pub(crate) fn without_repeats(ids: Vec<u32>) -> Vec<u32> {
-    let mut unique = Vec::with_capacity(ids.len());
-    for id in ids {
-        if !unique.contains(&id) {
-            unique.push(id);
-        }
-    }
-    unique
+    let mut seen = HashSet::new();
+    ids.into_iter().filter(|id| seen.insert(*id)).collect()
 }

@@ -119,6 +119,12 @@ impl Experts {
         self.globals = globals;
     }
 
+    pub(crate) fn hash_global_scales(&self, hasher: &mut blake3::Hasher) {
+        for scale in self.globals.iter().flatten() {
+            hasher.update(&scale.to_le_bytes());
+        }
+    }
+
     /// How the bytes of each expert follow each other.
     pub fn layout(&self) -> &ExpertLayout {
         &self.layout

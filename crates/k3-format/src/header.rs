@@ -182,6 +182,10 @@ impl Header {
         }
         let mut header = parser::parse(text)?;
         header.check()?;
+        // All headers of a checkpoint are in memory at one time.
+        header.names.shrink_to_fit();
+        header.dims.shrink_to_fit();
+        header.entries.shrink_to_fit();
         Ok(header)
     }
 

@@ -1,11 +1,12 @@
 //! `model.safetensors.index.json`, which says what shard holds which tensor.
 //!
 //! It is 60 MB of text for this model, so it is walked twice and never turned into a map: the first walk collects
-//! the shards, the second compares each entry with the shards' own headers.
+//! the shards, the second compares each entry with the shards' own headers. In between, when the headers are parsed,
+//! the text is not kept; the second reading comes from the page cache.
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read as _;
+use std::io::{Read as _, Seek as _};
 use std::path::{Component, Path, PathBuf};
 
 use hashbrown::HashMap;
@@ -13,6 +14,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess
 
 use crate::content::Content;
 use crate::shard_error::ShardError;
+use crate::shard_file::open_regular;
 
 /// Name of the index file.
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -23,31 +25,39 @@ const MAX_INDEX_BYTES: u64 = 1 << 30;
 /// The most shards: their number takes 16 bits in memory.
 const MAX_SHARDS: usize = u16::MAX as usize;
 
-/// The text of an index and where it came from.
+/// An opened index.
 pub(crate) struct Index {
     pub(crate) path: PathBuf,
-    text: String,
+    file: File,
+    len: u64,
 }
 
 impl Index {
-    pub(crate) fn read(path: PathBuf, file: File, len: u64) -> Result<Self, ShardError> {
+    pub(crate) fn open(path: PathBuf) -> Result<Self, ShardError> {
+        let (file, len) = open_regular(&path)?;
+        let index = Self { path, file, len };
         if len > MAX_INDEX_BYTES {
-            let message = format!("it has {len} bytes, at most {MAX_INDEX_BYTES} are read");
-            return Err(ShardError::Index { path, message });
+            return Err(index.invalid(&format!("it has {len} bytes, at most {MAX_INDEX_BYTES} are read")));
         }
-        let mut bytes = Vec::with_capacity(len as usize);
-        file.take(MAX_INDEX_BYTES).read_to_end(&mut bytes).map_err(ShardError::io("read", &path))?;
+        Ok(index)
+    }
+
+    fn text(&self) -> Result<String, ShardError> {
+        let mut file = &self.file;
+        let mut bytes = Vec::new();
+        bytes
+            .try_reserve_exact(self.len as usize)
+            .map_err(|e| ShardError::no_memory(&self.path, "the index", self.len, e.into()))?;
+        file.rewind()
+            .and_then(|()| file.take(MAX_INDEX_BYTES).read_to_end(&mut bytes))
+            .map_err(ShardError::io("read", &self.path))?;
         if bytes.trim_ascii_start().first() != Some(&b'{') {
-            let content = Content::recognise(&bytes);
+            let (path, content) = (self.path.clone(), Content::recognise(&bytes));
             return Err(ShardError::WrongContent { path, expected: "the index of a checkpoint", content });
         }
-        match String::from_utf8(bytes) {
-            Ok(text) => Ok(Self { path, text }),
-            Err(e) => {
-                let message = format!("it is not UTF-8 after byte {}", e.utf8_error().valid_up_to());
-                Err(ShardError::Index { path, message })
-            }
-        }
+        String::from_utf8(bytes).map_err(|e| {
+            self.invalid(&format!("it is not UTF-8 after byte {}", e.utf8_error().valid_up_to()))
+        })
     }
 
     /// The distinct shards, sorted by name, each with the number of its tensors.
@@ -82,7 +92,8 @@ impl Index {
 
     /// Calls `entry` with the name and the shard of each tensor, in the order of the file, until it fails.
     pub(crate) fn walk(&self, entry: impl FnMut(&str, &str) -> Result<(), String>) -> Result<(), ShardError> {
-        let mut json = serde_json::Deserializer::from_str(&self.text);
+        let text = self.text()?;
+        let mut json = serde_json::Deserializer::from_str(&text);
         let top = Top { entry };
         json.deserialize_map(top).and_then(|()| json.end()).map_err(|e| self.invalid(&e.to_string()))
     }

@@ -27,6 +27,7 @@ mod role;
 mod shard_error;
 mod shard_file;
 mod shards;
+mod small_file;
 mod survey;
 mod tensor_check;
 mod values;
@@ -48,6 +49,7 @@ pub use model_config::{
     AttentionKind, IndexerConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig, SpecialTokens, Variant,
 };
 pub use names::IndexerNames;
+pub use new_file::NewFile;
 pub use role::{Role, TensorId};
 pub use safetensors::Dtype;
 pub use shard_error::{AbsentShard, ShardError};

@@ -8,6 +8,7 @@ use safetensors::Dtype;
 use serde::Deserialize;
 
 use crate::error::Error;
+use crate::small_file::read_small;
 use crate::{AttentionKind, ModelConfig, Role, TensorId};
 
 /// What every tensor of the language model begins with.
@@ -316,8 +317,7 @@ impl IndexerNames {
     /// # Errors
     /// The file cannot be read, is not the JSON object described above, or names a tensor twice or not at all.
     pub fn load(file: &Path) -> Result<Self, Error> {
-        let bytes =
-            std::fs::read(file).map_err(|source| Error::ReadFile { file: file.to_owned(), source })?;
+        let bytes = read_small(file)?;
         // Through a map, because serde reads a list as a struct, too.
         let names: Self = serde_json::from_slice(&bytes)
             .and_then(|map| serde_json::from_value(serde_json::Value::Object(map)))

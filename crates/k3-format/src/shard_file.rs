@@ -81,7 +81,8 @@ pub(crate) fn dangling_target(path: &Path, cause: &io::Error) -> Option<PathBuf>
 /// file states was compared with its real length.
 fn read_header(path: &Path, file: &File, len: u64) -> Result<(Vec<u8>, u64), ShardError> {
     let read = |offset: u64, buf: &mut [u8]| {
-        read_full(file, MAX_READ_BYTES, offset, buf).map_err(|e| read_error(path, "the header", offset, buf.len(), e))
+        read_full(file, MAX_READ_BYTES, offset, buf)
+            .map_err(|e| read_error(path, "the header", offset, buf.len(), e))
     };
     let mut probe = [0; PROBE_BYTES];
     let probe = &mut probe[..len.min(PROBE_BYTES as u64) as usize];

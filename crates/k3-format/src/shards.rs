@@ -19,7 +19,7 @@ use crate::index::{INDEX_FILE, Index};
 use crate::map::map;
 use crate::read::{MAX_READ_BYTES, read_aligned, read_full};
 use crate::shard_error::{AbsentShard, ShardError};
-use crate::shard_file::{self, ShardFile, dangling_target, open_regular, read_error};
+use crate::shard_file::{self, ShardFile, dangling_target, read_error};
 
 /// The file of a checkpoint that needs no index.
 const SINGLE_FILE: &str = "model.safetensors";
@@ -356,8 +356,7 @@ pub(crate) fn check_directory(dir: &Path) -> Result<(), ShardError> {
 fn find_index(dir: &Path) -> Result<Option<Index>, ShardError> {
     let path = dir.join(INDEX_FILE);
     if is_there(&path) {
-        let (file, len) = open_regular(&path)?;
-        Index::read(path, file, len).map(Some)
+        Index::open(path).map(Some)
     } else if is_there(&dir.join(SINGLE_FILE)) {
         Ok(None)
     } else {

@@ -3,17 +3,19 @@
 
 use std::collections::HashMap;
 
+use bytes::Bytes;
 use safetensors::Dtype;
 
-use crate::config::{ConfigFile, names_routed_experts};
+use crate::config::{ConfigFile, MAX_WIDTH, names_routed_experts};
 use crate::error::{Error, TensorErrors, TensorProblem, describe};
 use crate::experts::{Experts, matrix_name};
 use crate::gate;
+use crate::identity::hash_tensor;
 use crate::indexer::{self, IndexerResolution, ResolvedBy, Unplaced};
 use crate::names::{Extent, IndexerNames, Names, TableEntry};
 use crate::shards::{Shards, TensorInfo};
 use crate::survey::Survey;
-use crate::values::{check_vector, read_vector};
+use crate::values::{check_vector, read_vector, widen};
 use crate::warning::Warning;
 use crate::{IndexerConfig, ModelConfig, Role, TensorId, Variant};
 
@@ -26,6 +28,8 @@ pub(crate) struct Checked {
     pub(crate) experts: Experts,
     pub(crate) warnings: Vec<Warning>,
     pub(crate) table_bytes: u64,
+    /// Hash of the small tensors, which were all read.
+    pub(crate) values: blake3::Hash,
 }
 
 /// Checks everything; `requested` are names for the indexer tensors that the caller gave.
@@ -58,9 +62,15 @@ pub(crate) fn check(
 
     let table_bytes = table.values().map(TensorInfo::byte_len).sum();
     let mut narrower = Vec::new();
+    let mut values = blake3::Hasher::new();
     for (id, entry) in Names::tensors(&config) {
         match table.get(&id) {
-            Some(tensor) => check_entry(entry, &config, tensor, shards, &mut errors, &mut narrower)?,
+            Some(tensor) => {
+                if let Some(bytes) = check_entry(entry, &config, tensor, shards, &mut errors, &mut narrower)?
+                {
+                    hash_tensor(&mut values, tensor, &bytes);
+                }
+            }
             None => errors.push(|| TensorProblem::Missing {
                 name: names.name(entry, id.layer),
                 expected: format!("{} {}", entry.release, entry.extent(&config)),
@@ -74,6 +84,7 @@ pub(crate) fn check(
     let experts = survey.experts.finish(&config, &file.quantization, shards, &mut errors)?;
     let Some(experts) = experts.filter(|_| errors.total == 0) else { return Err(errors.into()) };
 
+    experts.hash_global_scales(&mut values);
     if !narrower.is_empty() {
         warnings.push(Warning::NarrowerThanRelease(narrower));
     }
@@ -88,7 +99,8 @@ pub(crate) fn check(
     if experts.scattered() > 0 {
         warnings.push(Warning::ScatteredExperts(experts.scattered()));
     }
-    Ok(Checked { config, variant, names, indexer, experts, warnings, table_bytes })
+    let values = values.finalize();
+    Ok(Checked { config, variant, names, indexer, experts, warnings, table_bytes, values })
 }
 
 fn config_warnings(file: &ConfigFile) -> Vec<Warning> {
@@ -142,7 +154,7 @@ fn indexer_config(
             [rows, cols] if cols == config.hidden_size as u64 => usize::try_from(rows).ok(),
             _ => None,
         };
-        let rows = rows.filter(|rows| (1..=crate::config::MAX_WIDTH).contains(rows));
+        let rows = rows.filter(|rows| (1..=MAX_WIDTH).contains(rows));
         if rows.is_none() {
             errors.push(|| TensorProblem::Shape {
                 name: tensor.name.to_owned(),
@@ -154,10 +166,20 @@ fn indexer_config(
     };
     let head_dim = rows(dsa.head_dim, Role::IndexerWk);
     let n_heads = rows(dsa.n_heads, Role::IndexerWeightsProj);
-    Some(IndexerConfig { n_heads: n_heads?, head_dim: head_dim?, topk: dsa.topk })
+    let (n_heads, head_dim) = (n_heads?, head_dim?);
+    if n_heads * head_dim > MAX_WIDTH {
+        let query = placed.get(&TensorId { layer: first, role: Role::IndexerWqB });
+        errors.push(|| TensorProblem::Shape {
+            name: query.map_or_else(|| "the indexer's query projection".to_owned(), |t| t.name.to_owned()),
+            expected: format!("at most {MAX_WIDTH} rows"),
+            found: format!("{n_heads} heads of width {head_dim}"),
+        });
+        return None;
+    }
+    Some(IndexerConfig { n_heads, head_dim, topk: dsa.topk })
 }
 
-/// Dtype, shape, and for vectors (but not the larger convolutions) the values.
+/// Dtype, shape, and for vectors (but not the larger convolutions) the values, whose stored bytes are returned.
 fn check_entry(
     entry: &TableEntry,
     config: &ModelConfig,
@@ -165,7 +187,7 @@ fn check_entry(
     shards: &Shards,
     errors: &mut TensorErrors,
     narrower: &mut Vec<String>,
-) -> Result<(), Error> {
+) -> Result<Option<Bytes>, Error> {
     let extent = entry.extent(config);
     let mut good = true;
     if !matches!(tensor.dtype, Dtype::BF16 | Dtype::F32) {
@@ -186,10 +208,13 @@ fn check_entry(
             found: format!("{:?}", tensor.shape),
         });
     }
-    if good && !matches!(extent, Extent::Matrix(..) | Extent::Conv(..)) {
-        load_vector(shards, tensor, extent, errors)?;
+    if !good || matches!(extent, Extent::Matrix(..) | Extent::Conv(..)) {
+        return Ok(None);
     }
-    Ok(())
+    let bytes = shards.read(tensor)?;
+    let values = widen(tensor.dtype, &bytes);
+    checked(values, tensor, extent, errors);
+    Ok(Some(bytes))
 }
 
 /// The checked values of a vector; `None` if `errors` says what is wrong with them.
@@ -199,19 +224,29 @@ pub(crate) fn load_vector(
     extent: Extent,
     errors: &mut TensorErrors,
 ) -> Result<Option<Vec<f32>>, Error> {
-    let Some(mut values) = read_vector(shards, tensor)? else {
+    let values = read_vector(shards, tensor)?;
+    Ok(checked(values, tensor, extent, errors))
+}
+
+fn checked(
+    values: Option<Vec<f32>>,
+    tensor: &TensorInfo<'_>,
+    extent: Extent,
+    errors: &mut TensorErrors,
+) -> Option<Vec<f32>> {
+    let Some(mut values) = values else {
         errors.push(|| TensorProblem::Dtype {
             name: tensor.name.to_owned(),
             expected: "BF16 or F32".to_owned(),
             found: describe(tensor),
         });
-        return Ok(None);
+        return None;
     };
     match check_vector(&mut values, extent) {
-        Ok(()) => Ok(Some(values)),
+        Ok(()) => Some(values),
         Err(what) => {
             errors.push(|| TensorProblem::Value { name: tensor.name.to_owned(), what });
-            Ok(None)
+            None
         }
     }
 }

@@ -8,14 +8,21 @@ use crate::shards::{Shards, TensorInfo};
 
 /// All values of a BF16 or F32 tensor; `None` for other types.
 pub(crate) fn read_vector(shards: &Shards, tensor: &TensorInfo<'_>) -> Result<Option<Vec<f32>>, Error> {
-    let widen: fn(&[u8]) -> Vec<f32> = match tensor.dtype {
-        Dtype::F32 => |bytes| bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+    if !matches!(tensor.dtype, Dtype::F32 | Dtype::BF16) {
+        return Ok(None);
+    }
+    Ok(widen(tensor.dtype, &shards.read(tensor)?))
+}
+
+/// The values in the bytes of a BF16 or F32 tensor; `None` for other types.
+pub(crate) fn widen(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
+    Some(match dtype {
+        Dtype::F32 => bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
         Dtype::BF16 => {
-            |bytes| bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
+            bytes.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
         }
-        _ => return Ok(None),
-    };
-    Ok(Some(widen(&shards.read(tensor)?)))
+        _ => return None,
+    })
 }
 
 /// Cuts the padding of a per-head vector, and says what is wrong with the values if anything is.

@@ -1,17 +1,20 @@
 //! The control flow of the model, exactly once. Sections are those of `docs/arithmetic.md`.
 
+mod error;
+mod plan;
+
 use std::ops::Range;
 
-use k3_experts::{Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase};
-use k3_format::MoeConfig;
+use k3_experts::{ExpertRequest, ExpertStore, Phase};
 
-use crate::device::{
-    Conv, Device, DeviceError, ExpertUse, IndexQuery, KdaStep, MlaAttend, Routing, SequenceRows,
-};
+use crate::device::{Conv, Device, IndexQuery, KdaStep, MlaAttend, SequenceRows};
 use crate::model::{Attention, GatedMlp, Indexer, Kda, Layer, Mla, Mlp, Model, Moe};
 use crate::observer::{Observer, Point, Probe};
 use crate::scalar::{INDEX_NORM_EPS, LORA_NORM_EPS};
 use crate::state::{LayerState, SequenceState};
+
+pub use error::{ForwardError, Place, SpanError, TokenError};
+use plan::ExpertPlan;
 
 /// Some tokens of one sequence: a prefill chunk, or one token to decode.
 pub struct Span<'a, D: Device> {
@@ -58,159 +61,6 @@ impl Logits {
 
 /// What a span got out of a pass. One span's failure leaves the others as if it had not been there.
 pub type SpanResult = Result<Logits, SpanError>;
-
-/// Why one span of a batch failed. Its state is then unusable.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum SpanError {
-    /// A value that is not a number, or infinite, where a decision depends on it.
-    #[error(
-        "not a finite number at position {position}, {place}: the weights on this path or the state are damaged"
-    )]
-    NonFinite {
-        /// Position of the token in its sequence.
-        position: usize,
-        /// What was being computed.
-        place: Place,
-    },
-}
-
-/// Where a non-finite value was met.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Place {
-    /// Scores of the Lightning Indexer of a 0-based layer.
-    Indexer(usize),
-    /// Router scores of a 0-based layer.
-    Router(usize),
-    /// The logits.
-    Logits,
-}
-
-impl std::fmt::Display for Place {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Indexer(l) => write!(f, "indexer scores of layer {l}"),
-            Self::Router(l) => write!(f, "router scores of layer {l}"),
-            Self::Logits => f.write_str("logits"),
-        }
-    }
-}
-
-/// Why tokens cannot follow a sequence. Nothing has been touched.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum TokenError {
-    /// There are none.
-    #[error("there are no tokens")]
-    None,
-    /// A token id outside the vocabulary.
-    #[error("token {index} is id {id}, the vocabulary has {vocab_size}")]
-    Unknown {
-        /// Its place, from 0.
-        index: usize,
-        /// The id.
-        id: u32,
-        /// Ids below this exist.
-        vocab_size: usize,
-    },
-    /// The media placeholder.
-    #[error("token {index} is {id}, the placeholder of an image: this engine runs text only")]
-    Media {
-        /// Its place, from 0.
-        index: usize,
-        /// The id.
-        id: u32,
-    },
-    /// The sequence would outgrow the model. A prompt is never cut to fit.
-    #[error("{tokens} tokens after {position} already consumed do not fit the model's context of {context}")]
-    Context {
-        /// How many.
-        tokens: usize,
-        /// Consumed before.
-        position: usize,
-        /// `max_position_embeddings`
-        context: usize,
-    },
-}
-
-/// Why a whole pass failed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ForwardError {
-    /// The tokens of a span cannot be run.
-    #[error("span {span} of the batch")]
-    Tokens {
-        /// Index in the batch.
-        span: usize,
-        /// Why.
-        #[source]
-        source: TokenError,
-    },
-    /// The state of a span cannot be used.
-    #[error("state of span {span}")]
-    State {
-        /// Index in the batch.
-        span: usize,
-        /// Why.
-        #[source]
-        source: crate::state::StateError,
-    },
-    /// An expert could not be had.
-    #[error(transparent)]
-    Expert(#[from] ExpertError),
-    /// The store ended before it had handed over every expert.
-    #[error("the expert store handed over {found} of {expected} experts of layer {layer}")]
-    MissingExperts {
-        /// 0-based layer.
-        layer: usize,
-        /// Asked for.
-        expected: usize,
-        /// Handed over.
-        found: usize,
-    },
-    /// The store handed over an expert that was not asked for, or one a second time.
-    #[error(
-        "the expert store handed over expert {expert} of layer {layer}, which was not asked for or came before"
-    )]
-    UnexpectedExpert {
-        /// 0-based layer.
-        layer: usize,
-        /// The expert.
-        expert: ExpertId,
-    },
-    /// The store handed over matrices of other sizes than the config says.
-    #[error("expert {expert} of layer {layer} came as {found}, [{}, {}] expected", expected.0, expected.1)]
-    ExpertShape {
-        /// 0-based layer.
-        layer: usize,
-        /// The expert.
-        expert: ExpertId,
-        /// Rows and columns.
-        expected: (usize, usize),
-        /// The matrix.
-        found: String,
-    },
-    /// The device failed.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// Replacement activations of the wrong size.
-    #[error("replacement for {point:?} has {found} values, {expected} expected")]
-    Replacement {
-        /// Where.
-        point: Point,
-        /// rows * hidden
-        expected: usize,
-        /// Given.
-        found: usize,
-    },
-    /// The observer broke off.
-    #[error("cancelled after {layers} layers")]
-    Cancelled {
-        /// Layers done.
-        layers: usize,
-    },
-}
 
 /// One span's share of the batch.
 struct Rows {
@@ -643,58 +493,4 @@ fn states<'b, D: Device, S>(
             position: s.position,
         })
         .collect()
-}
-
-/// Which experts a batch needs, and for which rows.
-struct ExpertPlan {
-    /// In order of [`ExpertRequest::experts`].
-    wanted: Vec<ExpertId>,
-    /// By expert id.
-    uses: Vec<Vec<ExpertUse>>,
-}
-
-impl ExpertPlan {
-    /// A lost row has no use for experts.
-    fn new(routing: &Routing, num_experts: usize, is_lost: impl Fn(usize) -> bool) -> Self {
-        let k = routing.experts_per_token;
-        let mut uses: Vec<Vec<ExpertUse>> = vec![Vec::new(); num_experts];
-        let mut best_rank = vec![usize::MAX; num_experts];
-        for (row, ids) in routing.ids.chunks_exact(k).enumerate() {
-            if is_lost(row) {
-                continue;
-            }
-            for (rank, &id) in ids.iter().enumerate() {
-                uses[id as usize].push(ExpertUse { row, slot: row * k + rank });
-                best_rank[id as usize] = best_rank[id as usize].min(rank);
-            }
-        }
-        let mut wanted: Vec<ExpertId> =
-            (0..num_experts as u32).filter(|&e| !uses[e as usize].is_empty()).collect();
-        wanted.sort_by_key(|&e| (best_rank[e as usize], usize::MAX - uses[e as usize].len(), e));
-        Self { wanted, uses }
-    }
-
-    /// The uses of an expert that came, if it was still to come and has the right sizes.
-    fn take(
-        &mut self,
-        layer: usize,
-        expert: &Expert,
-        config: &MoeConfig,
-    ) -> Result<Vec<ExpertUse>, ForwardError> {
-        let id = expert.id;
-        let uses = self.uses.get_mut(id as usize).map(std::mem::take).unwrap_or_default();
-        if uses.is_empty() {
-            return Err(ForwardError::UnexpectedExpert { layer, expert: id });
-        }
-        let (inner, latent) = (config.moe_intermediate_size, config.routed_expert_hidden_size);
-        let shapes =
-            [(&expert.w1, (inner, latent)), (&expert.w2, (latent, inner)), (&expert.w3, (inner, latent))];
-        for (matrix, expected) in shapes {
-            if (matrix.rows(), matrix.cols()) != expected {
-                let found = format!("{matrix:?}");
-                return Err(ForwardError::ExpertShape { layer, expert: id, expected, found });
-            }
-        }
-        Ok(uses)
-    }
 }

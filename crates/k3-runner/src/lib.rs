@@ -41,14 +41,68 @@ pub struct LogitsHash(pub u64);
 impl LogitsHash {
     /// Hashes logits of any number of positions, in order.
     pub fn of(logits: &[f32]) -> Self {
-        let digest = blake3::hash(bytemuck::cast_slice(logits));
+        let mut hasher = LogitsHasher::new();
+        hasher.update(logits);
+        hasher.finish()
+    }
+}
+
+/// Computes a [`LogitsHash`] piece by piece, for logits that do not fit into memory together. How they are cut does
+/// not change it.
+#[derive(Clone, Debug, Default)]
+pub struct LogitsHasher(blake3::Hasher);
+
+impl LogitsHasher {
+    /// Of no logits yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds the logits that follow.
+    pub fn update(&mut self, logits: &[f32]) {
+        self.0.update(bytemuck::cast_slice(logits));
+    }
+
+    /// The hash of everything so far.
+    pub fn finish(&self) -> LogitsHash {
+        let digest = self.0.finalize();
         let (head, _) = digest.as_bytes().split_first_chunk().expect("a digest has 32 bytes");
-        Self(u64::from_be_bytes(*head))
+        LogitsHash(u64::from_be_bytes(*head))
     }
 }
 
 impl std::fmt::Display for LogitsHash {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{:016x}", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However logits are cut, the hash is that of the first 8 bytes of the BLAKE3 hash of them all.
+    #[track_caller]
+    fn check(cuts: &[usize]) {
+        let logits: Vec<f32> = (0..1000).map(|i| (i as f32).sin()).collect();
+        let bytes: Vec<u8> = logits.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let digest = blake3::hash(&bytes);
+        let mut hasher = LogitsHasher::new();
+        let mut rest = logits.as_slice();
+        for &cut in cuts {
+            let (piece, after) = rest.split_at(cut);
+            hasher.update(piece);
+            rest = after;
+        }
+        hasher.update(rest);
+        assert_eq!(hasher.finish(), LogitsHash::of(&logits));
+        assert_eq!(hasher.finish().to_string(), digest.to_hex()[..16]);
+    }
+
+    #[test]
+    fn logits_in_pieces_have_one_hash() {
+        check(&[]);
+        check(&[1, 0, 500]);
+        check(&[333, 333, 334]);
     }
 }

@@ -32,9 +32,16 @@ pub(super) fn read(fields: &mut Fields<'_>, layers: Option<&[AttentionKind]>) ->
         alias(fields, &["index_n_heads", "n_heads", "num_heads", "index_num_heads"], MAX_WIDTH, reason);
     let head_dim = alias(fields, &["index_head_dim", "head_dim"], MAX_WIDTH, "width of an indexer head");
     let reason = "keys that a query attends; a default would be a guess about the model";
-    let topk = alias(fields, &["index_topk", "topk", "top_k"], u32::MAX as usize, reason);
+    let topk = alias(fields, &["index_topk", "topk", "top_k"], MAX_WIDTH, reason);
     if topk == Alias::Absent {
-        fields.problem("index_topk", "an integer from 1", None, reason);
+        fields.problem("index_topk", format!("an integer from 1 to {MAX_WIDTH}"), None, reason);
+    }
+    if let (Alias::Given(heads), Alias::Given(dim)) = (n_heads, head_dim)
+        && heads.checked_mul(dim).is_none_or(|n| n > MAX_WIDTH)
+    {
+        let expected = format!("heads * head width of at most {MAX_WIDTH}");
+        fields.problem("index_n_heads", expected, Some(&heads.into()), "rows of one tensor");
+        return None;
     }
     match (n_heads, head_dim, topk) {
         (Alias::Bad, _, _) | (_, Alias::Bad, _) => None,

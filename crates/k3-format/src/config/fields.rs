@@ -5,6 +5,8 @@ use std::ops::RangeInclusive;
 
 use serde_json::{Map, Value};
 
+use super::MAX_LAYERS;
+
 /// One field of a config file that is missing or cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigProblem {
@@ -152,14 +154,14 @@ impl<'a> Fields<'a> {
         map.map(|map| Fields::new(&self.path(key), map))
     }
 
-    /// A list of positive integers.
+    /// A list of positive integers, one a layer at most.
     pub(crate) fn int_list(&mut self, key: &'static str, reason: &'static str) -> Option<Vec<usize>> {
         let value = self.get(key);
-        let list = value.and_then(Value::as_array).and_then(|list| {
+        let list = value.and_then(Value::as_array).filter(|list| list.len() <= MAX_LAYERS).and_then(|list| {
             list.iter().map(|v| v.as_u64().and_then(|n| usize::try_from(n).ok())).collect::<Option<Vec<_>>>()
         });
         if list.is_none() {
-            self.problem(key, "a list of integers from 1", value, reason);
+            self.problem(key, format!("a list of at most {MAX_LAYERS} integers from 1"), value, reason);
         }
         list
     }

@@ -1,0 +1,79 @@
+//! The mapped backend on a fixture whose experts are not in id order and lie in three shards.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use k3_experts::{ExpertError, ExpertRequest, ExpertStore, MappedStore, Phase};
+use k3_format::{Checkpoint, OpenOptions};
+use k3_quant::Matrix;
+
+fn store() -> (Arc<Checkpoint>, MappedStore) {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/tiny-k31");
+    let checkpoint = Arc::new(Checkpoint::open(&dir, &OpenOptions::default()).unwrap());
+    (checkpoint.clone(), MappedStore::new(checkpoint))
+}
+
+fn request(layer: usize, experts: &[u32]) -> ExpertRequest<'_> {
+    ExpertRequest { layer, experts, phase: Phase::Decode }
+}
+
+fn values(m: &Matrix) -> Vec<f32> {
+    let mut out = vec![0.0; m.rows() * m.cols()];
+    for (r, row) in out.chunks_exact_mut(m.cols()).enumerate() {
+        m.row(r).decode_f32(row);
+    }
+    out
+}
+
+#[test]
+fn every_expert_comes_once_and_is_what_a_read_gives() {
+    let (checkpoint, store) = store();
+    let ids: Vec<u32> = (0..16).rev().collect();
+    for layer in 1..13 {
+        let arrived: Vec<_> = store.fetch(request(layer, &ids)).collect::<Result<_, _>>().unwrap();
+        let mut found: Vec<u32> = arrived.iter().map(|e| e.id).collect();
+        found.sort_unstable();
+        assert_eq!(found, (0..16).collect::<Vec<_>>());
+        for expert in arrived {
+            let read = checkpoint.read_expert(layer, expert.id).unwrap();
+            for (mapped, read) in [(&expert.w1, &read.w1), (&expert.w2, &read.w2), (&expert.w3, &read.w3)] {
+                assert_eq!(values(mapped), values(read), "expert {} of layer {layer}", expert.id);
+            }
+        }
+    }
+    let counters = store.counters();
+    assert_eq!(counters.requested, 12 * 16);
+    assert_eq!(counters.bytes, 12 * 16 * checkpoint.experts().layout().len as u64);
+}
+
+#[test]
+fn an_expert_outlives_its_store() {
+    let (checkpoint, store) = store();
+    let expert = store.fetch(request(5, &[3])).next().unwrap().unwrap();
+    let expected = values(&checkpoint.read_expert(5, 3).unwrap().w2);
+    drop((checkpoint, store));
+    assert_eq!(values(&expert.w2), expected);
+}
+
+#[test]
+fn what_is_not_there_is_an_error_in_its_place() {
+    let (_, store) = store();
+    let mut arrivals = store.fetch(request(3, &[2, 16, 4]));
+    assert_eq!(arrivals.next().unwrap().unwrap().id, 2);
+    let error = arrivals.next().unwrap().unwrap_err();
+    assert!(matches!(error, ExpertError::Unknown { layer: 3, expert: 16, experts: 16 }), "{error}");
+    assert_eq!(arrivals.next().unwrap().unwrap().id, 4);
+    // Layer 0 is dense, layer 13 does not exist.
+    for layer in [0, 13] {
+        let error = store.fetch(request(layer, &[0])).next().unwrap().unwrap_err();
+        assert!(matches!(error, ExpertError::Unknown { experts: 0, .. }), "{error}");
+    }
+}
+
+#[test]
+fn hints_may_name_anything() {
+    let (_, store) = store();
+    store.prefetch(4, &[0, 1, 99]);
+    store.prefetch(99, &[0]);
+    assert_eq!(store.counters().requested, 0);
+}
