@@ -14,6 +14,10 @@
 
 #![forbid(unsafe_code)]
 
+/// Raised by every change that moves bits of a result. A state that was saved under another number would continue,
+/// but not bit-exactly.
+pub const ARITHMETIC: u32 = 1;
+
 mod cpu;
 pub mod device;
 mod forward;

@@ -6,11 +6,11 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
-use k3_format::Variant;
+use k3_format::{NewFile, ShardError, Variant};
 use k3_graph::device::{StateTensor, StateValues};
 use k3_graph::{Device, ExportedState, StateError};
 use safetensors::{Dtype, SafeTensors, View};
@@ -36,6 +36,15 @@ pub enum SavedStateError {
         /// What it said.
         #[source]
         source: io::Error,
+    },
+    /// The file could not be written whole. What had its name is still there.
+    #[error("writing the state {}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: Box<ShardError>,
     },
     /// Not a file of this kind.
     #[error("{} is not a saved sequence state ({reason})", path.display())]
@@ -101,10 +110,9 @@ impl View for &Part {
 }
 
 impl<D: Device> Engine<D> {
-    /// Writes `sequence` to `path`: complete under a temporary name first, then renamed.
+    /// Writes `sequence` to `path`: complete under a temporary name first, then renamed, and never through a link.
     pub fn save(&self, sequence: &Sequence<D>, path: impl AsRef<Path>) -> Result<(), SavedStateError> {
         let path = path.as_ref();
-        let io = |action| move |source| SavedStateError::Io { action, path: path.into(), source };
         let exported = sequence
             .state
             .export(self.model().device())
@@ -117,12 +125,12 @@ impl<D: Device> Engine<D> {
         let hash = blake3::hash(&bytes).to_hex();
         bytes[at..at + NO_CHECKSUM.len()].copy_from_slice(hash.as_bytes());
 
-        let mut name = path.file_name().unwrap_or_default().to_owned();
-        name.push(".partial");
-        let partial = path.with_file_name(name);
-        let mut file = File::create(&partial).map_err(io("creating a temporary file beside"))?;
-        file.write_all(&bytes).and_then(|()| file.sync_all()).map_err(io("writing"))?;
-        fs::rename(&partial, path).map_err(io("renaming the temporary file to"))
+        let write = || {
+            let mut file = NewFile::create(path)?;
+            file.write(&bytes)?;
+            file.commit()
+        };
+        write().map_err(|source| SavedStateError::Write { path: path.into(), source: Box::new(source) })
     }
 
     /// A sequence that [`Engine::save`] wrote with the same checkpoint, device kind and settings: it continues with
@@ -161,7 +169,7 @@ impl<D: Device> Engine<D> {
     }
 
     /// What a state must share with the engine that continues it.
-    fn identity(&self) -> [(&'static str, String); 4] {
+    fn identity(&self) -> [(&'static str, String); 5] {
         let attends = match self.model().attends_as() {
             Variant::K3 => "every key",
             Variant::K31 => "the indexer's selection",
@@ -169,6 +177,7 @@ impl<D: Device> Engine<D> {
         [
             ("checkpoint", self.checkpoint().identity().to_string()),
             ("device", self.model().device().kind().to_owned()),
+            ("arithmetic", k3_graph::ARITHMETIC.to_string()),
             ("layers", self.model().num_layers().to_string()),
             ("attention to", attends.to_owned()),
         ]

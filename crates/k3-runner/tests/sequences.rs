@@ -88,6 +88,21 @@ fn a_saved_sequence_continues_in_a_new_process() {
     assert!(printed.contains(&format!("hash {uninterrupted}")), "{printed}");
 }
 
+#[cfg(unix)]
+#[test]
+fn a_state_is_never_written_through_a_link() {
+    let dir = tempfile::tempdir().unwrap();
+    let (target, link) = (dir.path().join("target"), dir.path().join("link"));
+    std::fs::write(&target, "precious").unwrap();
+    std::os::unix::fs::symlink(&target, &link).unwrap();
+    let engine = open("tiny-k31");
+    assert!(matches!(
+        engine.save(&engine.new_sequence().unwrap(), &link),
+        Err(SavedStateError::Write { .. })
+    ));
+    assert_eq!(std::fs::read(&target).unwrap(), b"precious");
+}
+
 #[test]
 fn an_empty_sequence_can_be_saved() {
     let dir = tempfile::tempdir().unwrap();
