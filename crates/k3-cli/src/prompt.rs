@@ -49,9 +49,9 @@ enum Form {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum EntryName {
-    /// The served entry point: effort max where none is given
+    /// As a server gives it: effort max where none is given, developer is system, no tool choice without tools
     Served,
-    /// The bare function: no effort note where none is given
+    /// The vendor's bare function: no effort note where none is given, roles and tool choice as they are
     Bare,
 }
 
@@ -64,7 +64,12 @@ enum RevisionName {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let request = read_request(&args.request)?;
+    let text = read(&args.request)?;
+    let request = match args.entry {
+        EntryName::Served => ChatRequest::from_json(&text),
+        EntryName::Bare => bare(&text),
+    };
+    let request = request.map_err(|e| refused(&e))?;
     let options = EncodeOptions {
         entry: match args.entry {
             EntryName::Served => Entry::Served,
@@ -95,16 +100,28 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// A chat request from a file or, for `-`, from stdin.
+/// A chat request from a file or, for `-`, from stdin, as a server reads it.
 pub(crate) fn read_request(path: &Path) -> Result<ChatRequest> {
-    let text = if path == Path::new("-") {
+    ChatRequest::from_json(&read(path)?).map_err(|e| refused(&e))
+}
+
+/// A request as the vendor's function takes it: its roles and its tool choice as they are. Only the effort may also come
+/// by OpenAI's name.
+fn bare(text: &str) -> Result<ChatRequest, k3_xtml::EncodeError> {
+    let mut request = ChatRequest::from_vendor_json(text)?;
+    let served = ChatRequest::from_json(text)?;
+    (request.thinking, request.thinking_effort) = (served.thinking, served.thinking_effort);
+    Ok(request)
+}
+
+fn read(path: &Path) -> Result<String> {
+    if path == Path::new("-") {
         let mut text = String::new();
         std::io::stdin().lock().read_to_string(&mut text).context("reading the request from stdin")?;
-        text
+        Ok(text)
     } else {
-        std::fs::read_to_string(path).with_context(|| format!("reading the request {}", path.display()))?
-    };
-    ChatRequest::from_json(&text).map_err(|e| refused(&e))
+        std::fs::read_to_string(path).with_context(|| format!("reading the request {}", path.display()))
+    }
 }
 
 /// The name first, for scripts.

@@ -272,6 +272,23 @@ fn absurd_sizes_are_refused_before_anything_is_allocated() {
     check_text("num_attention_heads", json!(0));
     check_text("linear_attn_config.num_heads", json!(16_777_216));
     check_text("num_shared_experts", json!(16_777_216));
+    // What later code keeps or allocates, though each factor is a plausible width.
+    let many: Vec<usize> = vec![1; 10_001];
+    check_text("linear_attn_config.kda_layers", json!(many));
+    for (key, value) in [("head_dim", 16_384), ("short_conv_kernel_size", 1025)] {
+        let field = if key == "head_dim" { "num_heads" } else { key };
+        let field = format!("text_config.linear_attn_config.{field}");
+        check(&format!("text_config.linear_attn_config.{key}"), json!(value), &field);
+    }
+    let mut json = parse(K31);
+    set(&mut json, "text_config.linear_attn_config.num_heads", json!(16_384));
+    set(&mut json, "text_config.linear_attn_config.head_dim", json!(1024));
+    assert_eq!(fields(&refused(&json, "KDA state")), ["text_config.linear_attn_config.num_heads"]);
+    let mut json = parse(K31);
+    set(&mut json, "text_config.linear_attn_config.num_heads", json!(1 << 20));
+    set(&mut json, "text_config.linear_attn_config.head_dim", json!(16));
+    set(&mut json, "text_config.linear_attn_config.short_conv_kernel_size", json!(1024));
+    assert_eq!(fields(&refused(&json, "taps")), ["text_config.linear_attn_config.num_heads"]);
     let mut json = parse(K31);
     set(&mut json, "text_config.num_hidden_layers", json!(10_001));
     assert!(fields(&refused(&json, "10,001 layers")).contains(&"text_config.num_hidden_layers"));
@@ -467,6 +484,19 @@ fn dsa_config_has_aliases_and_optional_parts() {
 
     check_text("dsa_config.topk", json!(1024));
     check_text("dsa_config.index_topk", json!(0));
+    check_text("dsa_config.index_topk", json!(16_777_217));
+    check_text("dsa_config.index_topk", json!(u32::MAX));
+    for alias in ["topk", "top_k"] {
+        let mut json = parse(K31);
+        remove(&mut json, "text_config.dsa_config.index_topk");
+        set(&mut json, &format!("text_config.dsa_config.{alias}"), json!(u32::MAX));
+        assert_eq!(fields(&refused(&json, alias)), [format!("text_config.dsa_config.{alias}")]);
+    }
+    assert_eq!(
+        accepted("text_config.dsa_config.index_topk", json!(16_777_216)).dsa.expect("read").topk,
+        1 << 24
+    );
+    check_text("dsa_config.index_n_heads", json!(131_073));
     check_text("dsa_config.index_rope_dim", json!(64));
     check_text("dsa_config.dsa_layers", json!([4, 8]));
     check_text("dsa_config.dsa_layers", json!([8, 4]));

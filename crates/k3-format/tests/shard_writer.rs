@@ -198,6 +198,9 @@ fn nothing_is_written_through_a_link() {
 
     // A link in the place of the partial file.
     symlink("blob", &partial).unwrap();
+    let refused = ShardWriter::create(&path, 1, &one, None);
+    assert!(matches!(refused, Err(ShardError::OutputIsLink { path }) if path == partial));
+    fs::remove_file(&partial).unwrap();
     let mut writer = ShardWriter::create(&path, 1, &one, None).unwrap();
     writer.write_tensor(b"wxyz").unwrap();
     // A link that appears while it is written.

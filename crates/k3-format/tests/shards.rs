@@ -52,6 +52,19 @@ const WEIGHT_MAP: [(&str, &str); 6] = [
     ("2.b", NAMES[1]),
 ];
 
+/// An error with all its causes, as a program shows it. No cause is said twice.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(e) = cause {
+        let said = e.to_string();
+        assert!(!text.contains(&said), "`{said}` is said twice in: {text}");
+        text = format!("{text}: {said}");
+        cause = e.source();
+    }
+    text
+}
+
 struct Tree(TempDir);
 
 impl Tree {
@@ -83,7 +96,7 @@ impl Tree {
     /// The error of opening, with the words that its message must have.
     fn refused(&self, words: &[&str]) -> ShardError {
         let error = self.open().expect_err("the tree is broken");
-        let message = error.to_string();
+        let message = chain(&error);
         for word in words {
             assert!(message.contains(word), "no `{word}` in: {message}");
         }
@@ -548,7 +561,61 @@ fn a_link_to_itself() {
     let tree = Tree::whole();
     fs::remove_file(tree.path(NAMES[1])).unwrap();
     symlink(NAMES[1], tree.path(NAMES[1])).unwrap();
-    assert!(matches!(tree.refused(&["cannot open", NAMES[1]]), ShardError::Io { .. }));
+    assert!(matches!(tree.refused(&["cannot open", NAMES[1], "symbolic link"]), ShardError::Io { .. }));
+}
+
+#[test]
+fn causes_are_said_once_wherever_they_are() {
+    let broken = shard_bytes(r#"{"2.a":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}"#, b"x");
+    let cause = "tensor `2.a` has the unknown dtype `Q4`";
+    let tree = Tree::whole();
+    tree.put(NAMES[1], &broken);
+    let error = tree.refused(&[cause]);
+    assert!(!error.to_string().contains(cause), "{error}");
+    // Among several it has no other place than the message.
+    tree.put(NAMES[2], &broken);
+    let error = tree.refused(&[NAMES[1], NAMES[2]]);
+    assert_eq!(error.to_string().matches(cause).count(), 2, "{error}");
+    assert!(std::error::Error::source(&error).is_none());
+}
+
+#[test]
+fn the_index_decides_if_there_is_one() {
+    // A single file beside it is no part of the checkpoint, whatever it holds.
+    let tree = Tree::whole();
+    for bytes in [&hand_made(4)[..], b"", b"<html>"] {
+        tree.put("model.safetensors", bytes);
+        let shards = tree.open().unwrap();
+        assert_eq!((shards.len(), shards.files().len()), (6, 3));
+        assert!(shards.get("4.a").is_none());
+    }
+    // A shard that the index does not name is not read, either.
+    tree.put("model-00004-of-000004.safetensors", &hand_made(4));
+    assert_eq!(tree.open().unwrap().len(), 6);
+    // A broken index is not passed over for the single file.
+    tree.put("model.safetensors", &hand_made(4));
+    tree.put("model.safetensors.index.json", b"");
+    assert!(matches!(tree.refused(&["an empty file"]), ShardError::WrongContent { .. }));
+    fs::remove_file(tree.path("model.safetensors.index.json")).unwrap();
+    symlink("gone", tree.path("model.safetensors.index.json")).unwrap();
+    assert!(matches!(tree.refused(&["gone"]), ShardError::DanglingLink { .. }));
+    // An index may also name the single file.
+    fs::remove_file(tree.path("model.safetensors.index.json")).unwrap();
+    let map = [("4.a", "model.safetensors"), ("4.b", "model.safetensors")];
+    tree.put("model.safetensors.index.json", index_of(&map).as_bytes());
+    assert_eq!(tree.open().unwrap().len(), 2);
+}
+
+#[test]
+fn shards_without_an_index_are_not_put_together() {
+    let tree = Tree::whole();
+    fs::remove_file(tree.path("model.safetensors.index.json")).unwrap();
+    let words = ["holds neither", "3 .safetensors file(s): download model.safetensors.index.json"];
+    assert!(matches!(tree.refused(&words), ShardError::NoIndex { .. }));
+    // One of the name that needs no index is the whole checkpoint, by its name.
+    tree.put("model.safetensors", &hand_made(4));
+    let shards = tree.open().unwrap();
+    assert_eq!(shards.iter().map(|t| t.name).collect::<Vec<_>>(), ["4.a", "4.b"]);
 }
 
 // F9: reads.

@@ -274,3 +274,72 @@ impl<'a> Reader<'a> {
         if text.is_empty() { Vec::new() } else { self.parser.push(Piece::Text(text)) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use k3_xtml::FinishReason;
+
+    use super::*;
+
+    fn tokenizer() -> Tokenizer {
+        Tokenizer::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/tokenizer/small")).unwrap()
+    }
+
+    /// What a reply written like this, markers spelled, is read as.
+    fn read(script: &[&str]) -> (Reply, usize) {
+        let tokenizer = tokenizer();
+        let mut reader = Reader::new(&tokenizer, Channel::Think);
+        for part in script {
+            match tokenizer.control_id(part) {
+                Some(id) => drop(reader.push(id).unwrap()),
+                None => tokenizer.encode(part).into_iter().for_each(|id| drop(reader.push(id).unwrap())),
+            }
+        }
+        reader.finish(StopReason::Eos);
+        (reader.reply, reader.reasoning_tokens)
+    }
+
+    const TO_RESPONSE: [&str; 6] = ["<|close|>", "think", "<|sep|>", "<|open|>", "response", "<|sep|>"];
+
+    /// Either end id ends the turn; the files of one checkpoint disagree on which it is.
+    #[test]
+    fn both_end_ids_end_the_turn() {
+        for end in ["<|end_of_msg|>", "[EOS]"] {
+            let script =
+                [&["Hm."][..], &TO_RESPONSE, &["Yes.", "<|close|>", "response", "<|sep|>", end]].concat();
+            let (reply, reasoning) = read(&script);
+            assert_eq!((reply.reasoning_content.as_str(), reply.content.as_str()), ("Hm.", "Yes."), "{end}");
+            assert_eq!(reply.finish_reason, Some(FinishReason::Stop));
+            assert!(reasoning > 0 && reply.errors.is_empty(), "{:?}", reply.errors);
+        }
+    }
+
+    /// Markers that a model spells in ordinary tokens are text, and characters over several tokens come whole.
+    #[test]
+    fn spelled_markers_and_split_characters() {
+        let quoted = "<|close|>response<|sep|> 👩‍🚀 世界";
+        let tokenizer = tokenizer();
+        let mut reader = Reader::new(&tokenizer, Channel::Response);
+        for id in tokenizer.encode(quoted) {
+            for event in reader.push(id).unwrap() {
+                let k3_xtml::Event::ContentDelta(text) = event else { panic!("{event:?}") };
+                assert!(!text.contains('\u{fffd}'), "{text}");
+            }
+        }
+        assert_eq!(reader.reply.content, quoted);
+    }
+
+    /// A character that a marker cuts is closed before the marker, not after.
+    #[test]
+    fn a_cut_character_stays_in_its_channel() {
+        let tokenizer = tokenizer();
+        let mut reader = Reader::new(&tokenizer, Channel::Response);
+        let first = tokenizer.token_id(&[0xe4]).unwrap();
+        reader.push(first).unwrap();
+        reader.push(tokenizer.control_id("<|end_of_msg|>").unwrap()).unwrap();
+        reader.finish(StopReason::Eos);
+        assert_eq!(reader.reply.content, "\u{fffd}");
+    }
+}

@@ -78,6 +78,37 @@ fn other_errors_end_the_read() {
 }
 
 #[test]
+fn memory_is_aligned_and_zero_at_every_size() {
+    for len in [0, 1, 63, 64, 65, 1000, Buffer::LARGE - 1, Buffer::LARGE, Buffer::LARGE + 1] {
+        let mut buffer = Buffer::zeroed(len).unwrap();
+        assert_eq!(buffer.as_mut(), vec![0; len], "{len}");
+        assert!(buffer.as_mut().as_ptr().addr().is_multiple_of(ALIGN), "{len}");
+        buffer.as_mut().fill(7);
+        assert_eq!(buffer.freeze(), vec![7; len], "{len}");
+    }
+}
+
+#[test]
+fn too_little_memory_is_an_error_that_names_the_tensor() {
+    // More than any address space, and more than any allocation may have.
+    for len in [1 << 62, usize::MAX] {
+        match read_aligned(&Moody::new(1000, 7), 7, 0, len) {
+            Err(e @ ReadFailure::Memory(_)) => {
+                let path = std::path::Path::new("dir/shard");
+                let error = crate::shard_file::read_error(path, "tensor `t.weight`", 0, len, e);
+                let text = error.to_string();
+                for part in
+                    ["t.weight", "dir/shard", &len.to_string(), "do not fit into memory; use LoadMode::Map"]
+                {
+                    assert!(text.contains(part), "{text}");
+                }
+            }
+            other => panic!("{len}: {other:?}"),
+        }
+    }
+}
+
+#[test]
 fn the_cap_is_that_of_linux() {
     assert_eq!(MAX_READ_BYTES, 2_147_479_552);
 }

@@ -34,7 +34,7 @@ fn e4m3(p: i32) -> u8 {
 }
 
 /// The same experts as NVFP4.
-fn to_nvfp4(snapshot: &mut Snapshot, format: ExpertFormat) {
+pub(crate) fn to_nvfp4(snapshot: &mut Snapshot, format: ExpertFormat) {
     let m = exponent(snapshot);
     let mut globals = Vec::new();
     for t in snapshot.tensors.iter_mut().filter(|t| is_expert(&t.name)) {

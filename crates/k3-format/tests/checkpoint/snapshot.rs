@@ -21,6 +21,8 @@ pub(crate) struct Snapshot {
     pub(crate) config: Value,
     pub(crate) generation: Option<Value>,
     pub(crate) tensors: Vec<Tensor>,
+    /// Headers of odd length, so that no number of two bytes begins at an even offset.
+    pub(crate) odd: bool,
 }
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
@@ -39,7 +41,7 @@ impl Snapshot {
         shards.sort_unstable();
         shards.dedup();
         let tensors = shards.into_iter().flat_map(|shard| read_shard(&dir, shard)).collect();
-        Self { config: json("config.json"), generation: None, tensors }
+        Self { config: json("config.json"), generation: None, tensors, odd: false }
     }
 
     pub(crate) fn get(&mut self, name: &str) -> &mut Tensor {
@@ -83,7 +85,10 @@ impl Snapshot {
                 header.insert(t.name.clone(), entry);
                 weight_map.insert(t.name.clone(), json!(shard));
             }
-            let header = Value::Object(header).to_string();
+            let mut header = Value::Object(header).to_string();
+            if self.odd && header.len().is_multiple_of(2) {
+                header.push(' ');
+            }
             let mut file = (header.len() as u64).to_le_bytes().to_vec();
             file.extend_from_slice(header.as_bytes());
             file.extend_from_slice(&data);
