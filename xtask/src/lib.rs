@@ -1,7 +1,13 @@
 //! What `cargo xtask` can do, one module a command. `src/main.rs` only parses arguments.
 
+#![forbid(unsafe_code)]
+
 pub mod bench;
 pub mod expect;
+mod open;
+mod progress;
 pub mod selfcheck;
 pub mod synth;
 pub mod trace;
+
+pub use open::{LoadName, OpenArgs};

@@ -1,5 +1,7 @@
 //! `cargo xtask`: commands of this workspace that are more than cargo.
 
+#![forbid(unsafe_code)]
+
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -10,7 +12,8 @@ use xtask::{bench, selfcheck, synth, trace};
 #[command(name = "cargo xtask", bin_name = "cargo xtask", version, arg_required_else_help = true)]
 #[command(after_help = "\
 Each command explains itself with examples: `cargo xtask synth --help`.
-Warnings about checkpoints go to stderr; RUST_LOG=debug shows more, RUST_LOG=error less.")]
+What is odd about a checkpoint is a note in the output.
+RUST_LOG=info also shows what the engine logs, on stderr.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -28,7 +31,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into());
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "error".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let result = match Cli::parse().command {
         Command::Synth(args) => synth::run(&args),

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use indicatif::HumanBytes;
 use k3_graph::Device;
-use k3_runner::LogitsHash;
 
+use crate::OpenArgs;
 use crate::expect::{
     Injection, Sizes, Tensors, Wanted, fits_context, read_tensors, record, refuse_existing, write_tensors,
 };
+use crate::open::{ignores_indexer, quoted, variant};
+use crate::progress::Progress;
 use crate::selfcheck::DeviceName;
-use crate::selfcheck::progress::Progress;
-use crate::selfcheck::quoted;
 
 /// Arguments of `cargo xtask trace`.
 #[derive(Clone, Debug, clap::Args)]
@@ -38,9 +38,9 @@ pub struct Args {
     /// Prompt: a file of token ids, separated by commas, white space or brackets
     #[arg(long, value_name = "FILE", conflicts_with = "ids")]
     pub ids_file: Option<PathBuf>,
-    /// Load only the first layers; the output mix, norm and head follow the last of them
-    #[arg(long, value_name = "N")]
-    pub layers: Option<usize>,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would replace the description of the command")]
+    pub open: OpenArgs,
     /// A safetensors file with `attn_in` or `mlp_in` [layers, tokens, hidden] to use as the sublayers' inputs
     #[arg(long, value_name = "FILE")]
     pub inject: Option<PathBuf>,
@@ -73,10 +73,10 @@ pub fn run(args: &Args) -> Result<()> {
     write_tensors(&args.out, &tensors, &made_by, args.force)?;
     let bytes = std::fs::metadata(&args.out).map_or(0, |m| m.len());
     println!("wrote {}: {} tensors, {}", args.out.display(), tensors.len(), HumanBytes(bytes));
-    let layers = args.layers.map_or_else(String::new, |n| format!(" --layers {n}"));
     println!(
-        "next: cargo xtask selfcheck --model {}{layers} --expect {}",
+        "next: cargo xtask selfcheck --model {}{} --expect {}",
         quoted(&args.model),
+        args.open.again(),
         quoted(&args.out)
     );
     Ok(())
@@ -84,11 +84,18 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn trace<D: Device>(args: &Args, device: D) -> Result<Tensors> {
     let prompt = prompt(args)?;
-    let engine = crate::selfcheck::open(&args.model, device, args.layers)?;
+    let engine = args.open.open(&args.model, device)?;
     let config = engine.model().config().clone();
     let room = config.max_position_embeddings.saturating_sub(prompt.len());
     let continuation = if args.inject.is_some() { 0 } else { args.greedy.min(room) };
-    let sizes = Sizes { layers: engine.model().num_layers(), tokens: prompt.len(), continuation, config };
+    let ignore_indexer = ignores_indexer(&engine);
+    let sizes = Sizes {
+        layers: engine.model().num_layers(),
+        tokens: prompt.len(),
+        continuation,
+        ignore_indexer,
+        config,
+    };
     fits_context(&sizes)?;
     let injection = match &args.inject {
         Some(path) => {
@@ -99,18 +106,18 @@ fn trace<D: Device>(args: &Args, device: D) -> Result<Tensors> {
         None => Injection::default(),
     };
     let passes = prompt.len().div_ceil(engine.chunk_tokens()) + continuation;
-    let mut progress = Progress::new("tracing", passes * sizes.layers);
+    let mut progress = Progress::steps("tracing", passes * sizes.layers);
     let wanted = Wanted { all_positions: true, index_scores: true };
     let recording = record(&engine, &prompt, &sizes, wanted, injection, &mut || progress.step())?;
     drop(progress);
     println!(
         "{}: {}, {} of {} layers, {} prompt tokens, {continuation} after them; logits_hash {}",
         args.model.display(),
-        engine.checkpoint().variant(),
+        variant(&engine),
         sizes.layers,
         sizes.config.num_hidden_layers(),
         prompt.len(),
-        LogitsHash::of(&recording.logits),
+        recording.logits_hash,
     );
     Ok(recording.tensors)
 }

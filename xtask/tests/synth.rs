@@ -8,7 +8,7 @@ use k3_format::{Checkpoint, OpenOptions, Variant, Warning};
 use k3_graph::{Cpu, LogitsWanted, Observer, Point, Probe, Routing};
 use k3_runner::{Engine, EngineOptions};
 use serde_json::Value;
-use xtask::synth::{Geometry, Summary, SynthOptions, write};
+use xtask::synth::{Args, Geometry, GeometryName, Summary, SynthOptions, run, write};
 
 fn synth(dir: &Path, geometry: &Geometry, options: SynthOptions) -> Summary {
     let mut last = None;
@@ -144,6 +144,51 @@ fn many_experts_open() {
     check_opens(&smallest(Variant::K3, 1_100, 40));
     check_opens(&smallest(Variant::K31, 896, 40));
     check_opens(&smallest(Variant::K31, 1_100, 16));
+}
+
+/// Three tokens run, and every one of them uses as many experts as the config says, none twice.
+fn check_experts_run(variant: Variant, experts: usize, per_token: usize) {
+    let dir = tempfile::tempdir().unwrap();
+    synth(dir.path(), &smallest(variant, experts, per_token), seed(0));
+    let engine =
+        Engine::open(dir.path(), Cpu::new(1).unwrap(), &EngineOptions::default(), &mut |_| {}).unwrap();
+    let mut sequence = engine.new_sequence().unwrap();
+    let mut used = Used::default();
+    let logits = engine.run(&mut sequence, &[3, 141, 59], LogitsWanted::All, &mut used).unwrap();
+    assert_eq!(logits.values.len(), 3 * 512);
+    assert!(logits.values.iter().all(|v| v.is_finite()));
+    // One of the two layers has routed experts.
+    assert_eq!(used.0.len(), 3 * per_token);
+    for token in used.0.chunks(per_token) {
+        let distinct: BTreeSet<_> = token.iter().collect();
+        assert_eq!(distinct.len(), per_token);
+        assert!(token.iter().all(|&id| (id as usize) < experts));
+    }
+    // A second sequence, token by token, gives the same bits.
+    let mut sequence = engine.new_sequence().unwrap();
+    let rows: Vec<f32> =
+        [3, 141, 59].iter().flat_map(|&id| engine.decode(&mut sequence, id).unwrap().values).collect();
+    assert_eq!(rows, logits.values);
+}
+
+/// Experts in the order in which they are used.
+#[derive(Default)]
+struct Used(Vec<u32>);
+
+impl Observer for Used {
+    fn wants(&self, probe: Probe) -> bool {
+        probe == Probe::Routing
+    }
+
+    fn routing(&mut self, _: usize, routing: &Routing) {
+        self.0.extend(&routing.ids);
+    }
+}
+
+#[test]
+fn many_experts_run() {
+    check_experts_run(Variant::K3, 1_100, 40);
+    check_experts_run(Variant::K31, 896, 16);
 }
 
 /// The spread of what passes through a model.
@@ -307,4 +352,45 @@ fn refuses_impossible_sizes() {
     refused(dir.path(), &latent, &["routed_expert_hidden_size is 48", "multiple of 32"]);
     refused(dir.path(), &change(|g| g.model.vocab_size = 100), &["token id", "vocabulary of 100"]);
     assert!(tiny().with_layers(14).is_err() && tiny().with_layers(0).is_err());
+}
+
+fn with_tokenizer(dir: &Path, tokenizer: &Path) -> Args {
+    Args {
+        dir: dir.to_owned(),
+        geometry: GeometryName::Tiny,
+        variant: None,
+        layers: Some(2),
+        experts: None,
+        tokenizer: Some(tokenizer.to_owned()),
+        seed: 0,
+        sparse: false,
+    }
+}
+
+/// The vocabulary goes with the weights, and its ids into the config.
+#[test]
+fn a_tokenizer_is_adopted() {
+    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/tokenizer/small");
+    let parent = tempfile::tempdir().unwrap();
+    let dir = parent.path().join("tiny");
+    let args = with_tokenizer(&dir, &tokenizer);
+    run(&args).unwrap();
+    assert_eq!(open(&dir, &args.geometry().unwrap()), []);
+    let checkpoint = Checkpoint::open(&dir, &OpenOptions::default()).unwrap();
+    let (config, tokens) = (checkpoint.config(), &checkpoint.config().tokens);
+    assert_eq!((config.vocab_size, tokens.eos.as_slice()), (1024, [770].as_slice()));
+    assert_eq!((tokens.bos, tokens.pad, tokens.media_placeholder), (Some(768), Some(1023), Some(789)));
+    for file in ["tiktoken.model", "tokenizer_config.json"] {
+        assert_eq!(fs::read(dir.join(file)).unwrap(), fs::read(tokenizer.join(file)).unwrap(), "{file}");
+    }
+}
+
+#[test]
+fn an_absent_tokenizer_is_refused_before_anything_is_written() {
+    let parent = tempfile::tempdir().unwrap();
+    let (dir, tokenizer) = (parent.path().join("tiny"), parent.path().join("tokenizer"));
+    fs::create_dir(&tokenizer).unwrap();
+    let error = format!("{:#}", run(&with_tokenizer(&dir, &tokenizer)).unwrap_err());
+    assert!(error.contains("tokenizer") && error.contains("tiktoken.model"), "{error}");
+    assert!(!dir.exists());
 }

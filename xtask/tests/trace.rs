@@ -6,17 +6,18 @@ mod support;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use support::{fixture, on, selfcheck, temporary};
+use support::{copy, fixture, on, selfcheck, temporary};
 use xtask::expect::{Outcome, Tensors, read_tensors};
 use xtask::selfcheck::{self, DeviceName};
 use xtask::trace::{Args, run};
+use xtask::{LoadName, OpenArgs};
 
 fn args(model: &str, out: PathBuf) -> Args {
     Args {
         model: fixture(model),
         ids: vec![3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4],
         ids_file: None,
-        layers: None,
+        open: OpenArgs::default(),
         inject: None,
         greedy: 4,
         device: DeviceName::Cpu,
@@ -35,41 +36,72 @@ fn distance(found: &Tensors, expected: &Tensors, name: &str) -> f64 {
     (error / squares(&mut expected.iter().map(|e| f64::from(*e)))).sqrt()
 }
 
-/// A trace, read back as the expectations of another run, which is on `device`.
-fn roundtrip(model: &str, layers: Option<usize>, device: DeviceName) {
+/// A trace, read back as the expectations of another run opened in the same way, which skips this.
+fn roundtrip(model: &str, open: &OpenArgs, skips: &[&str]) -> (Tensors, String) {
     let dir = temporary();
     let out = dir.path().join("run.safetensors");
-    run(&Args { layers, ..args(model, out.clone()) }).unwrap();
-    let check = selfcheck::Args { layers, device, ..on(fixture(model), Some(&out)) };
+    run(&Args { open: open.clone(), ..args(model, out.clone()) }).unwrap();
+    let check = selfcheck::Args { open: open.clone(), ..on(fixture(model), Some(&out)) };
     let (reports, text) = selfcheck(&check);
     assert!(reports[0].is_good(), "{text}");
     // Nothing that could be in a trace is missing: what is skipped is in no file of tensors.
     let skipped = reports[0].checks.iter().filter(|c| c.outcome == Outcome::Skipped);
-    assert_eq!(skipped.map(|c| c.name.as_str()).collect::<Vec<_>>(), ["bit-identical cycles"], "{text}");
+    assert_eq!(skipped.map(|c| c.name.as_str()).collect::<Vec<_>>(), skips, "{text}");
     assert!(reports[0].unknown.is_empty());
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "one file, and no other beside it");
+    (read_tensors(&out).unwrap(), text)
+}
+
+fn first(layers: usize) -> OpenArgs {
+    OpenArgs { layers: Some(layers), ..OpenArgs::default() }
 }
 
 #[test]
 fn roundtrip_k3() {
-    roundtrip("tiny-k3", None, DeviceName::Cpu);
+    roundtrip("tiny-k3", &OpenArgs::default(), &["bit-identical cycles"]);
 }
 
 #[test]
 fn roundtrip_k31() {
-    roundtrip("tiny-k31", None, DeviceName::Cpu);
+    roundtrip("tiny-k31", &OpenArgs::default(), &["bit-identical cycles"]);
 }
 
 #[test]
 fn roundtrip_of_four_layers() {
-    roundtrip("tiny-k31", Some(4), DeviceName::Cpu);
+    roundtrip("tiny-k31", &first(4), &["bit-identical cycles"]);
+}
+
+#[test]
+fn roundtrip_mapped() {
+    let open = OpenArgs { load: LoadName::Map, ..OpenArgs::default() };
+    let (_, text) = roundtrip("tiny-k31", &open, &["bit-identical cycles"]);
+    assert!(text.contains("of weights mapped at"), "{text}");
+}
+
+/// Without the indexer nothing of it is in the trace, and the run is that of another function.
+#[test]
+fn roundtrip_without_the_indexer() {
+    let open = OpenArgs { ignore_indexer: true, ..OpenArgs::default() };
+    let skips = ["bit-identical cycles", "index_sel", "index_scores", "index_keys", "cont_index_sel"];
+    let (without, text) = roundtrip("tiny-k31", &open, &skips);
+    assert!(
+        text.starts_with("tiny-k31: Kimi K3.1 Pro with its indexer IGNORED (attends as Kimi K3)"),
+        "{text}"
+    );
+    assert!(!without.keys().any(|name| name.contains("index_")), "{:?}", without.keys());
+    let (with, _) = roundtrip("tiny-k31", &OpenArgs::default(), &["bit-identical cycles"]);
+    assert_eq!(with.keys().filter(|name| name.contains("index_")).count(), 6);
+    // 20 tokens against top-16: the first 16 rows attend to everything either way.
+    let (a, b) = (with["logits"].as_f32().unwrap(), without["logits"].as_f32().unwrap());
+    assert_eq!(a[..16 * 512], b[..16 * 512]);
+    assert_ne!(a[16 * 512..], b[16 * 512..]);
 }
 
 #[test]
 fn the_last_of_three_layers() {
     let dir = temporary();
     let out = dir.path().join("run.safetensors");
-    run(&Args { layers: Some(3), greedy: 0, ..args("tiny-k3", out.clone()) }).unwrap();
+    run(&Args { open: first(3), greedy: 0, ..args("tiny-k3", out.clone()) }).unwrap();
     let tensors = read_tensors(&out).unwrap();
     assert_eq!(tensors["attn_in"].shape, [3, 20, 128]);
     assert_eq!(tensors["logits"].shape, [20, 512]);
@@ -141,7 +173,7 @@ fn refusals() {
     refused(&Args { ids: vec![512], ..base.clone() }, "512");
     refused(&Args { ids: Vec::new(), ids_file: Some(text), ..base.clone() }, "`three`");
     refused(&Args { ids: vec![1; 4097], ..base.clone() }, "context of 4096");
-    refused(&Args { layers: Some(0), ..base.clone() }, "0 layers");
+    refused(&Args { open: first(0), ..base.clone() }, "0 layers");
     refused(&Args { out: fixture("tiny-k3").join("run.safetensors"), ..base.clone() }, "only read");
     refused(
         &Args { out: Path::new("/no/such/folder/run.safetensors").into(), ..base.clone() },
@@ -160,7 +192,7 @@ fn refusals() {
     assert!(read_tensors(&out).unwrap().contains_key("logits"));
 }
 
-/// A link is replaced, what it points to is not.
+/// Neither a link at the place of the file nor one at that of the unfinished file is followed.
 #[cfg(unix)]
 #[test]
 fn links_are_not_written_through() {
@@ -168,7 +200,34 @@ fn links_are_not_written_through() {
     let (target, link) = (dir.path().join("target"), dir.path().join("link.safetensors"));
     fs::write(&target, "theirs").unwrap();
     std::os::unix::fs::symlink(&target, &link).unwrap();
-    refused(&args("tiny-k3", link.clone()), "--force");
-    run(&Args { force: true, layers: Some(1), ..args("tiny-k3", link) }).unwrap();
+    for force in [false, true] {
+        refused(&Args { force, open: first(1), ..args("tiny-k3", link.clone()) }, "symbolic link");
+    }
+    let out = dir.path().join("run.safetensors");
+    std::os::unix::fs::symlink(&target, dir.path().join("run.safetensors.partial")).unwrap();
+    refused(&Args { open: first(1), ..args("tiny-k3", out.clone()) }, "run.safetensors.partial");
     assert_eq!(fs::read(&target).unwrap(), b"theirs");
+    assert!(!out.exists());
+}
+
+/// The config asks for rows of 16 million keys: said before anything is recorded.
+#[test]
+fn a_recording_larger_than_memory_is_refused() {
+    let model = copy("tiny-k31", &["expected.safetensors", "trace.safetensors"]);
+    let config = model.path().join("config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    let huge = text.replace("\"index_topk\": 16,", "\"index_topk\": 16777216,");
+    assert_ne!(text, huge);
+    fs::write(&config, huge).unwrap();
+    let dir = temporary();
+    let out = dir.path().join("run.safetensors");
+    let base = Args { model: model.path().into(), ids: (0..80).collect(), ..args("tiny-k31", out) };
+    // 4 full-attention layers, 80 prompt tokens.
+    refused(&base, "`index_sel` [4, 80, 16777216] with 21474836480 bytes");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    // What records nothing of it runs.
+    let open = OpenArgs { ignore_indexer: true, ..first(1) };
+    run(&Args { open, ..base }).unwrap();
+    let (reports, text) = selfcheck(&on(model.path(), None));
+    assert!(reports[0].is_good(), "{text}");
 }

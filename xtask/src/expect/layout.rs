@@ -1,7 +1,15 @@
 //! What each tensor of an expectation is: its shape for a given model and prompt, and how it is compared.
 
+use anyhow::{Result, ensure};
+use indicatif::BinaryBytes;
 use k3_format::{AttentionKind, ModelConfig};
 use safetensors::Dtype;
+
+use super::Wanted;
+
+/// Largest recording, in bytes of its tensors: it is held in memory, and twice while it
+/// is put together.
+const MAX_RECORDING: u64 = 16 << 30;
 
 /// The sizes that the shapes of expectations depend on.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,6 +22,8 @@ pub struct Sizes {
     pub tokens: usize,
     /// Tokens of the greedy continuation.
     pub continuation: usize,
+    /// The indexer is there and does not run: its tensors can be expected, and are not compared.
+    pub ignore_indexer: bool,
 }
 
 impl Sizes {
@@ -65,6 +75,8 @@ pub enum Rule {
     LayerList(Axis),
     /// Relative L2 within a bound, each layer for itself.
     Close,
+    /// Relative L2 within a bound, over the whole tensor and in each row for itself.
+    CloseRows,
     /// Equal in every element, order included.
     Equal,
     /// Says how safe a choice is; not compared.
@@ -90,10 +102,66 @@ impl Entry {
     /// Type of the elements.
     pub fn dtype(&self) -> Dtype {
         match self.rule {
-            Rule::Close | Rule::Margin => Dtype::F32,
+            Rule::Close | Rule::CloseRows | Rule::Margin => Dtype::F32,
             Rule::Input | Rule::LayerList(_) | Rule::Equal => Dtype::I32,
         }
     }
+
+    /// Whether it tells what the indexer did.
+    pub fn is_of_indexer(&self) -> bool {
+        INDEXER.contains(&self.name)
+    }
+
+    /// Whether a run keeps it.
+    fn is_recorded(&self, sizes: &Sizes, wanted: Wanted) -> bool {
+        match self.name {
+            _ if self.is_of_indexer() && sizes.ignore_indexer => false,
+            "index_scores" => wanted.index_scores,
+            name if SUBLAYERS.contains(&name) => wanted.all_positions,
+            _ => true,
+        }
+    }
+
+    /// Bytes, if they can be counted.
+    fn bytes(&self) -> Option<u64> {
+        self.shape.iter().try_fold(4, |bytes: u64, &size| bytes.checked_mul(size as u64))
+    }
+}
+
+/// Tensors that tell what the indexer did.
+const INDEXER: [&str; 6] =
+    ["index_layers", "index_sel", "index_scores", "index_gap", "index_keys", "cont_index_sel"];
+
+/// Inputs and outputs of all sublayers at all positions.
+const SUBLAYERS: [&str; 4] = ["attn_in", "attn_out", "mlp_in", "mlp_out"];
+
+/// An error if the tensors that a run keeps would have more than 16 GiB, before any of them is made.
+pub(super) fn fits_memory(sizes: &Sizes, wanted: Wanted) -> Result<()> {
+    let table = layout(sizes);
+    let kept = || table.iter().filter(|entry| entry.is_recorded(sizes, wanted));
+    let total = kept().try_fold(0_u64, |sum, entry| sum.checked_add(entry.bytes()?));
+    let largest = kept().max_by_key(|entry| entry.bytes().unwrap_or(u64::MAX));
+    let bytes = |count: Option<u64>| match count {
+        Some(count) => format!("{count} bytes ({})", BinaryBytes(count)),
+        None => "more than 2^64 bytes".to_owned(),
+    };
+    ensure!(
+        total.is_some_and(|total| total <= MAX_RECORDING),
+        "recording {} prompt tokens and {} after them on {} layers takes {}, and {} are the limit{}; record fewer \
+         tokens, or fewer layers with --layers",
+        sizes.tokens,
+        sizes.continuation,
+        sizes.layers,
+        bytes(total),
+        bytes(Some(MAX_RECORDING)),
+        largest.map_or_else(String::new, |e| format!(
+            "; the largest tensor is `{}` {:?} with {}",
+            e.name,
+            e.shape,
+            bytes(e.bytes())
+        )),
+    );
+    Ok(())
 }
 
 /// Every tensor that a model of these sizes can have, in the order of `docs/vectors.md`.
@@ -113,9 +181,9 @@ pub fn layout(sizes: &Sizes) -> Vec<Entry> {
         table.push(Entry { name, axis, rows, rule, shape: shape.to_vec() });
     };
     add("input_ids", A::None, R::Prompt, U::Input, &[t]);
-    add("logits", A::None, R::Prompt, U::Close, &[t, v]);
+    add("logits", A::None, R::Prompt, U::CloseRows, &[t, v]);
     add("greedy_ids", A::None, R::Continuation, U::Equal, &[g]);
-    add("greedy_logits", A::None, R::Continuation, U::Close, &[g, v]);
+    add("greedy_logits", A::None, R::Continuation, U::CloseRows, &[g, v]);
     for name in ["hidden_last", "attn_in_last", "attn_out_last", "mlp_in_last", "mlp_out_last"] {
         add(name, A::Layers, R::Last, U::Close, &[l, e]);
     }
@@ -143,8 +211,39 @@ pub fn layout(sizes: &Sizes) -> Vec<Entry> {
         add("index_keys", A::Mla, R::Prompt, U::Close, &[mla, t, indexer.head_dim]);
         add("cont_index_sel", A::Mla, R::Continuation, U::Equal, &[mla, g, indexer.topk]);
     }
-    for name in ["attn_in", "attn_out", "mlp_in", "mlp_out"] {
+    for name in SUBLAYERS {
         add(name, A::Layers, R::Prompt, U::Close, &[l, t, e]);
     }
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use k3_format::Variant;
+
+    use super::*;
+    use crate::synth::Geometry;
+
+    const ALL: Wanted = Wanted { all_positions: true, index_scores: true };
+
+    /// What a refusal says; nothing if it fits.
+    #[track_caller]
+    fn check(tokens: usize, continuation: usize, ignore_indexer: bool, wanted: Wanted, refusal: &str) {
+        let config = Geometry::released(Variant::K31).model;
+        let sizes = Sizes { config, layers: 93, tokens, continuation, ignore_indexer };
+        let found = fits_memory(&sizes, wanted).map_or_else(|error| error.to_string(), |()| String::new());
+        assert!(found.contains(refusal) && found.is_empty() == refusal.is_empty(), "{found}");
+    }
+
+    #[test]
+    fn recordings_of_the_release() {
+        check(512, 16, false, ALL, "");
+        check(8192, 16, false, Wanted::default(), "");
+        check(8192, 16, false, ALL, "`mlp_out` [93, 8192, 7168] with 21843935232 bytes");
+        let scores = Wanted { index_scores: true, ..Wanted::default() };
+        check(12_000, 0, false, scores, "`index_scores` [24, 12000, 12000] with 13824000000 bytes");
+        check(12_000, 0, true, scores, "");
+        check(1 << 20, 0, true, Wanted::default(), "`logits`");
+        check(usize::MAX, 0, false, ALL, "more than 2^64 bytes");
+    }
 }

@@ -7,25 +7,25 @@ use super::{Tensor, Tensors, Values};
 
 /// The tensors of a run with each token's experts in the order of `expected` where both name the same ones, and how
 /// many tokens were reordered.
-pub(crate) fn align(expected: &Tensors, found: &Tensors) -> (Tensors, usize) {
-    let mut aligned = found.clone();
+pub(crate) fn align(expected: &Tensors, mut found: Tensors) -> (Tensors, usize) {
     let mut reordered = 0;
     for (ids, weights) in [("router_idx", Some("router_weight")), ("cont_router_idx", None)] {
         let Some((e, f)) = expected.get(ids).zip(found.get(ids)) else { continue };
-        let (Some(k), Some(e), Some(f)) = (e.shape.last(), e.as_i32(), f.as_i32()) else { continue };
-        if e.len() != f.len() || *k == 0 {
+        let (Some(&k), Some(e), Some(f)) = (e.shape.last(), e.as_i32(), f.as_i32()) else { continue };
+        if e.len() != f.len() || k == 0 {
             continue;
         }
-        for (row, (e, f)) in e.chunks_exact(*k).zip(f.chunks_exact(*k)).enumerate() {
-            let Some(order) = order(e, f) else { continue };
-            reordered += 1;
-            permute(aligned.get_mut(ids), row * k, &order);
+        let rows = e.chunks_exact(k).zip(f.chunks_exact(k)).enumerate();
+        let orders: Vec<_> = rows.filter_map(|(row, (e, f))| Some((row, order(e, f)?))).collect();
+        reordered += orders.len();
+        for (row, order) in orders {
+            permute(found.get_mut(ids), row * k, &order);
             if let Some(weights) = weights {
-                permute(aligned.get_mut(weights), row * k, &order);
+                permute(found.get_mut(weights), row * k, &order);
             }
         }
     }
-    (aligned, reordered)
+    (found, reordered)
 }
 
 /// For each expected expert its place in `found`; `None` if nothing moves, or others are named.

@@ -6,8 +6,9 @@ use anyhow::{Result, anyhow, ensure};
 use k3_graph::device::StateTensor;
 use k3_graph::select::argmax;
 use k3_graph::{Device, LogitsWanted, Observer, Point, Probe, Routing, Selection};
-use k3_runner::{Engine, RunError};
+use k3_runner::{Engine, LogitsHash, RunError};
 
+use super::layout::fits_memory;
 use super::record::{Choices, Injection, Recorder, Slot, Wanted};
 use super::{Axis, Entry, Rule, Sizes, Tensor, Tensors, layout};
 
@@ -16,12 +17,15 @@ use super::{Axis, Entry, Rule, Sizes, Tensor, Tensors, layout};
 pub struct Recording {
     /// Every tensor of [`layout`] that was wanted.
     pub tensors: Tensors,
-    /// `[tokens, vocab]`
-    pub logits: Vec<f32>,
+    /// Of the logits at every position of the prompt.
+    pub logits_hash: LogitsHash,
 }
 
 /// Runs `prompt` and `sizes.continuation` tokens after it, the ones with the largest logit, on an engine that may
 /// have fewer layers than its checkpoint. `layer_done` is called after every layer of every pass.
+///
+/// # Errors
+/// More than 16 GiB to keep, and every error of a run ([`RunError`]).
 pub fn record<D: Device>(
     engine: &Engine<D>,
     prompt: &[u32],
@@ -29,7 +33,8 @@ pub fn record<D: Device>(
     wanted: Wanted,
     injection: Injection,
     layer_done: &mut dyn FnMut(),
-) -> Result<Recording, RunError> {
+) -> Result<Recording> {
+    fits_memory(sizes, wanted)?;
     let mut recorder = Recorder::new(sizes, wanted, injection);
     let mut sequence = engine.new_sequence()?;
     let mut logits = Vec::new();
@@ -58,12 +63,13 @@ pub fn record<D: Device>(
     }
 
     let mut found = Collected { recorder, sizes, state: state.layers, tensors: Tensors::new() };
-    found.put_f32("logits", logits.clone());
+    let logits_hash = LogitsHash::of(&logits);
+    found.put_f32("logits", logits);
     found.put_i32("input_ids", prompt.iter().map(|&id| id as i32).collect());
     found.put_i32("greedy_ids", greedy_ids);
     found.put_f32("greedy_logits", greedy_logits);
     found.collect();
-    Ok(Recording { tensors: found.tensors, logits })
+    Ok(Recording { tensors: found.tensors, logits_hash })
 }
 
 /// Passes everything on and counts layers.
@@ -109,7 +115,9 @@ struct Collected<'a> {
 impl Collected<'_> {
     fn collect(&mut self) {
         for entry in layout(self.sizes) {
-            if let Rule::LayerList(axis) = entry.rule {
+            if let Rule::LayerList(axis) = entry.rule
+                && !(entry.is_of_indexer() && self.sizes.ignore_indexer)
+            {
                 let layers = self.sizes.layers_on(axis).iter().map(|&l| l as i32).collect();
                 self.put_i32(entry.name, layers);
             }

@@ -1,12 +1,18 @@
 //! Named tensors, in memory and in a safetensors file.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use safetensors::tensor::TensorView;
+use k3_format::{ShardWriter, TensorSpec};
 use safetensors::{Dtype, SafeTensors};
+
+/// Data starts at a multiple of this many bytes.
+const DATA_ALIGNMENT: u64 = 8;
+
+/// Values converted at a time when a file is written.
+const BLOCK: usize = 1 << 16;
 
 /// Tensors by name.
 pub type Tensors = BTreeMap<String, Tensor>;
@@ -74,10 +80,24 @@ impl Tensor {
         }
     }
 
-    fn bytes(&self) -> Vec<u8> {
+    /// Passes the values, as stored, to `sink` block by block.
+    fn blocks<E>(&self, mut sink: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+        fn pass<T: Copy, E>(
+            values: &[T],
+            bytes: impl Fn(T) -> [u8; 4],
+            sink: &mut impl FnMut(&[u8]) -> Result<(), E>,
+        ) -> Result<(), E> {
+            let mut block = Vec::with_capacity(4 * BLOCK.min(values.len()));
+            for values in values.chunks(BLOCK) {
+                block.clear();
+                block.extend(values.iter().flat_map(|&value| bytes(value)));
+                sink(&block)?;
+            }
+            Ok(())
+        }
         match &self.values {
-            Values::F32(values) => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            Values::I32(values) => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Values::F32(values) => pass(values, f32::to_le_bytes, &mut sink),
+            Values::I32(values) => pass(values, i32::to_le_bytes, &mut sink),
         }
     }
 }
@@ -106,31 +126,31 @@ pub fn read_tensors(path: &Path) -> Result<Tensors> {
 
 /// Writes a new safetensors file: complete under its name, or not at all. `made_by` goes into its metadata.
 ///
-/// With `replace`, a file (or link) of that name is replaced; otherwise it is an error.
+/// With `replace`, a file of that name is replaced; otherwise it is an error. Nothing is written through a link.
 pub fn write_tensors(path: &Path, tensors: &Tensors, made_by: &str, replace: bool) -> Result<()> {
     refuse_existing(path, replace)?;
-    let bytes: Vec<(&str, Dtype, &[usize], Vec<u8>)> =
-        tensors.iter().map(|(name, t)| (name.as_str(), t.dtype(), t.shape.as_slice(), t.bytes())).collect();
-    let views = bytes
-        .iter()
-        .map(|(name, dtype, shape, data)| Ok((*name, TensorView::new(*dtype, shape.to_vec(), data)?)))
-        .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-    let metadata = HashMap::from([("made_by".to_owned(), made_by.to_owned())]);
-    let file = safetensors::serialize(views, Some(metadata))?;
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(".partial");
-    let partial = Path::new(&partial);
-    let written = fs::write(partial, file).and_then(|()| fs::rename(partial, path));
-    if written.is_err() {
-        let _ = fs::remove_file(partial);
+    let spec = |(name, tensor): (&String, &Tensor)| TensorSpec {
+        name: name.clone(),
+        dtype: tensor.dtype(),
+        shape: tensor.shape.iter().map(|&size| size as u64).collect(),
+    };
+    let specs: Vec<TensorSpec> = tensors.iter().map(spec).collect();
+    let metadata = BTreeMap::from([("made_by".to_owned(), made_by.to_owned())]);
+    let mut file = ShardWriter::create(path, DATA_ALIGNMENT, &specs, Some(&metadata))?;
+    for tensor in tensors.values() {
+        tensor.blocks(|block| file.write(block))?;
     }
-    written.with_context(|| format!("writing {}", path.display()))
+    file.finish()?;
+    Ok(())
 }
 
-/// An error if `path` is taken, be it by a dangling link.
+/// An error if `path` is taken, unless it is a file to `replace`. Links are refused, whatever they lead to.
 pub(crate) fn refuse_existing(path: &Path, replace: bool) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(found) if found.is_dir() => bail!("{} is a directory: give the name of a file", path.display()),
+        Ok(found) if found.is_symlink() => {
+            bail!("{} is a symbolic link, which is not followed: give another name", path.display())
+        }
         Ok(_) if !replace => {
             bail!("{} exists: give another name, or --force to replace it", path.display())
         }

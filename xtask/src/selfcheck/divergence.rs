@@ -5,11 +5,11 @@ use k3_format::AttentionKind;
 use k3_graph::Device;
 use k3_runner::Engine;
 
-use super::progress::Progress;
 use crate::expect::{
     Axis, Check, Entry, Expectations, Found, Injection, Outcome, Sizes, Tensor, Tensors, Wanted, exceeds,
     layout, record, relative_l2,
 };
+use crate::progress::Progress;
 
 /// The first place, in the order of computation, where a run is not as expected.
 #[derive(Clone, Debug, PartialEq)]
@@ -166,7 +166,7 @@ pub(super) fn forced<D: Device>(
     let sizes = Sizes { continuation: 0, ..sizes.clone() };
     let wanted = Wanted { all_positions: true, index_scores: false };
     let passes = prompt.len().div_ceil(engine.chunk_tokens());
-    let mut progress = Progress::new("sublayers with expected inputs", passes * sizes.layers);
+    let mut progress = Progress::steps("sublayers with expected inputs", passes * sizes.layers);
     let recording = record(engine, prompt, &sizes, wanted, injection, &mut || progress.step())?;
 
     let mut forced = Vec::new();
@@ -200,7 +200,8 @@ pub(super) fn forced_checks(forced: Option<&[Forced]>, sizes: &Sizes, bound: f64
         let Some(worst) = of_kind.max_by(|a, b| a.relative_l2.total_cmp(&b.relative_l2)) else {
             return Check::skipped(name, "no inputs and outputs of all positions in the expectations");
         };
-        let distance = Found::Distance { relative_l2: worst.relative_l2, max_abs: worst.max_abs, bound };
+        let (relative_l2, max_abs) = (worst.relative_l2, worst.max_abs);
+        let distance = Found::Distance { relative_l2, worst_row: None, max_abs, bound };
         let note = format!("layer {}, worst at position {}", worst.layer, worst.worst_position);
         Check::of(name, worst.relative_l2 <= bound, distance, note)
     };

@@ -6,7 +6,6 @@
 mod divergence;
 mod model;
 mod print;
-pub(crate) mod progress;
 mod prompt;
 
 use std::path::{Path, PathBuf};
@@ -14,12 +13,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
-pub use divergence::{Divergence, Forced, Sublayer};
-pub(crate) use model::open;
-pub use model::{Bounds, Cycle, Report};
-pub(crate) use print::quoted;
+use crate::OpenArgs;
 
-/// Checkpoints with expectations that come with the sources.
+pub use divergence::{Divergence, Forced, Sublayer};
+pub use model::{Bounds, Cycle, Report};
+
+/// Checkpoints with expectations in the `fixtures` folder of the sources.
 const FIXTURES: [&str; 3] = ["tiny-k3", "tiny-k31", "dims-k31"];
 
 /// Arguments of `cargo xtask selfcheck`.
@@ -27,7 +26,7 @@ const FIXTURES: [&str; 3] = ["tiny-k3", "tiny-k31", "dims-k31"];
 #[command(after_help = "\
 Examples:
   cargo xtask selfcheck
-      the three small checkpoints that come with the sources, all expectations
+      the tiny checkpoints in fixtures/ of this repository, all expectations
   cargo xtask selfcheck --model /models/kimi-k3
       cycles on a checkpoint of yours; with expected.safetensors in its folder, those too
   cargo xtask selfcheck --model /models/kimi-k3 --expect /data/other-engine.safetensors
@@ -37,13 +36,13 @@ Examples:
 
 Results go to stdout, progress to stderr. Exit code 0 only if something was checked and nothing failed.")]
 pub struct Args {
-    /// Snapshot to check [default: the three fixtures of the sources]
+    /// Snapshot to check [default: the three checkpoints in fixtures/ of this repository]
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// What runs the model
     #[arg(long, value_enum, default_value_t = DeviceName::Cpu)]
     pub device: DeviceName,
-    /// Runs to compare; they take the whole prompt at once, chunks of 7, and single tokens in turn
+    /// Runs to compare; they take the whole prompt at once (512 tokens at most), chunks of 7, and single tokens in turn
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub cycles: u32,
     /// Expected results: a .safetensors or .json file, or a folder [default: those in the snapshot's folder]
@@ -58,9 +57,9 @@ pub struct Args {
     /// Length of the fixed prompt that runs where there are no expectations [default: 16]
     #[arg(long, value_name = "N")]
     pub tokens: Option<usize>,
-    /// Load only the first layers; expectations must be of as many
-    #[arg(long, value_name = "N", requires = "model")]
-    pub layers: Option<usize>,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "it would replace the description of the command")]
+    pub open: OpenArgs,
     /// Print every check, not only those that failed
     #[arg(long, short)]
     pub verbose: bool,
@@ -85,7 +84,7 @@ impl Default for Args {
             threads: 0,
             chunk: None,
             tokens: None,
-            layers: None,
+            open: OpenArgs::default(),
             verbose: false,
         }
     }
@@ -113,37 +112,52 @@ pub fn check(args: &Args, out: &mut dyn std::io::Write) -> Result<Vec<Report>> {
     if args.tokens == Some(0) {
         bail!("--tokens 0: a prompt has at least one token");
     }
-    let models = match &args.model {
-        Some(dir) => vec![dir.clone()],
-        None => fixtures()?,
-    };
+    if let Some(dir) = &args.model {
+        let reports = vec![check_model(args, dir, out)?];
+        print::end(args, &reports, out)?;
+        return Ok(reports);
+    }
+    if args.open.layers.is_some() || args.open.indexer_names.is_some() {
+        bail!("--layers and --indexer-names are about one checkpoint: name it with --model DIR");
+    }
+    check_folder(args, &Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures"), out)
+}
+
+/// Checks the three checkpoints of a `fixtures` folder, as [`check`] does without a model. One that cannot be opened
+/// or run is a failed check of its own and keeps no other from being checked.
+///
+/// # Errors
+/// What kept the results from being written.
+pub fn check_folder(args: &Args, fixtures: &Path, out: &mut dyn std::io::Write) -> Result<Vec<Report>> {
     let mut reports = Vec::new();
-    for dir in &models {
-        let report = match args.device {
-            DeviceName::Cpu => {
-                let device = k3_graph::Cpu::new(args.threads)?;
-                let threads = device.threads();
-                model::check(args, dir, device, threads, Bounds::CPU, out)?
-            }
-            DeviceName::Reference => model::check(args, dir, k3_graph::Reference, 1, Bounds::REFERENCE, out)?,
-        };
+    for name in FIXTURES {
+        let dir = fixtures.join(name);
+        let report = check_model(args, &dir, out).or_else(|error| {
+            let error = if dir.join("config.json").is_file() {
+                error
+            } else {
+                error.context(format!(
+                    "the checkpoint {} is not there: restore the `fixtures` folder of the repository, or name a \
+                     checkpoint with --model DIR",
+                    dir.display()
+                ))
+            };
+            let report = Report::obstacle(&dir, &error);
+            print::model(args, &report, out).map(|()| report)
+        })?;
         reports.push(report);
     }
     print::end(args, &reports, out)?;
     Ok(reports)
 }
 
-/// The three folders, all of which must be there.
-fn fixtures() -> Result<Vec<PathBuf>> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures");
-    let dirs: Vec<PathBuf> = FIXTURES.iter().map(|name| root.join(name)).collect();
-    for dir in &dirs {
-        ensure!(
-            dir.join("config.json").is_file(),
-            "the fixture {} is not there: restore the `fixtures` folder of the sources, or name a checkpoint with \
-             --model DIR",
-            dir.display()
-        );
+fn check_model(args: &Args, dir: &Path, out: &mut dyn std::io::Write) -> Result<Report> {
+    match args.device {
+        DeviceName::Cpu => {
+            let device = k3_graph::Cpu::new(args.threads)?;
+            let threads = device.threads();
+            model::check(args, dir, device, threads, Bounds::CPU, out)
+        }
+        DeviceName::Reference => model::check(args, dir, k3_graph::Reference, 1, Bounds::REFERENCE, out),
     }
-    Ok(dirs.iter().map(|dir| std::fs::canonicalize(dir).unwrap_or_else(|_| dir.clone())).collect())
 }

@@ -7,19 +7,21 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use k3_graph::select::argmax;
-use k3_graph::{Device, LogitsWanted, ModelOptions, Observer};
-use k3_runner::{Engine, EngineOptions, LogitsHash, OpenProgress, RunError};
+use k3_graph::{Device, LogitsWanted, Observer};
+use k3_runner::{Engine, EngineOptions, LogitsHash, LogitsHasher, RunError};
 
 use super::divergence::{self, Divergence, Forced};
-use super::progress::Progress;
 use super::prompt::fixed_prompt;
 use super::{Args, print};
 use crate::expect::{
     Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare, fits_context,
     record,
 };
+use crate::open::ignores_indexer;
+use crate::progress::Progress;
 
-/// Prefill chunk sizes that cycles go through; the whole prompt comes before them.
+/// Prefill chunk sizes that cycles go through; the whole prompt comes before them, or as much of it as the engine
+/// takes at once.
 const CHUNKS: [usize; 2] = [7, 1];
 /// Length of the fixed prompt and of the continuation where nothing is expected.
 const PROMPT: usize = 16;
@@ -82,6 +84,27 @@ pub struct Report {
 }
 
 impl Report {
+    /// Of a checkpoint of which nothing is known yet.
+    fn new(model: String) -> Self {
+        Self {
+            model,
+            cycles: Vec::new(),
+            checks: Vec::new(),
+            divergence: None,
+            forced: None,
+            unknown: Vec::new(),
+            reordered: 0,
+            explanation: Vec::new(),
+        }
+    }
+
+    /// Of a checkpoint that could not be checked, which is a failed check.
+    pub(super) fn obstacle(dir: &Path, error: &anyhow::Error) -> Self {
+        let mut report = Self::new(name(dir));
+        report.checks.push(Check::of("runs", false, Found::Nothing, format!("{error:#}")));
+        report
+    }
+
     /// Checks with this outcome.
     pub fn count(&self, outcome: Outcome) -> usize {
         self.checks.iter().filter(|c| c.outcome == outcome).count()
@@ -98,6 +121,12 @@ impl Report {
     }
 }
 
+/// The last part of a path, as the file system knows it.
+fn name(dir: &Path) -> String {
+    let name = dir.canonicalize().ok().and_then(|d| d.file_name().map(|n| n.to_string_lossy().into_owned()));
+    name.unwrap_or_else(|| dir.display().to_string())
+}
+
 pub(super) fn check<D: Device>(
     args: &Args,
     dir: &Path,
@@ -106,11 +135,10 @@ pub(super) fn check<D: Device>(
     bounds: Bounds,
     out: &mut dyn Write,
 ) -> Result<Report> {
-    let name = dir.canonicalize().ok().and_then(|d| d.file_name().map(|n| n.to_string_lossy().into_owned()));
-    let name = name.unwrap_or_else(|| dir.display().to_string());
+    let mut report = Report::new(name(dir));
     let started = Instant::now();
-    let mut engine = open(dir, device, args.layers)?;
-    print::opened(&engine, &name, threads, started.elapsed(), out)?;
+    let mut engine = args.open.open(dir, device)?;
+    print::opened(args, &engine, &report.model, threads, started.elapsed(), out)?;
 
     let expected = match &args.expect {
         Some(path) => Some(Expectations::read(path)?),
@@ -128,21 +156,11 @@ pub(super) fn check<D: Device>(
         let tokens = args.tokens.unwrap_or(PROMPT).min(context);
         (fixed_prompt(&engine, tokens)?, CONTINUATION.min(context - tokens))
     };
-    let sizes = Sizes { config, layers, tokens: prompt.len(), continuation };
+    let ignore_indexer = ignores_indexer(&engine);
+    let sizes = Sizes { config, layers, tokens: prompt.len(), continuation, ignore_indexer };
     fits_context(&sizes)?;
-    let unknown = expected.as_ref().map_or_else(|| Ok(Vec::new()), |e| e.validate(&sizes))?;
-    print::expectations(expected.as_ref(), &unknown, &sizes, out)?;
-
-    let mut report = Report {
-        model: name,
-        cycles: Vec::new(),
-        checks: Vec::new(),
-        divergence: None,
-        forced: None,
-        unknown,
-        reordered: 0,
-        explanation: Vec::new(),
-    };
+    report.unknown = expected.as_ref().map_or_else(|| Ok(Vec::new()), |e| e.validate(&sizes))?;
+    print::expectations(expected.as_ref(), &report.unknown, &sizes, out)?;
     let outcome =
         fill(args, &mut engine, &prompt, expected.as_ref(), &sizes, bounds, threads, &mut report, out);
     match outcome.map_err(anyhow::Error::downcast::<RunError>) {
@@ -169,10 +187,11 @@ fn fill<D: Device>(
     report: &mut Report,
     out: &mut dyn Write,
 ) -> Result<()> {
+    let whole = EngineOptions::default().chunk_tokens;
     for i in 0..args.cycles as usize {
         let chunk = match (args.chunk, i % (CHUNKS.len() + 1)) {
             (Some(chunk), _) => chunk.min(prompt.len()),
-            (None, 0) => prompt.len(),
+            (None, 0) => prompt.len().min(whole),
             (None, turn) => CHUNKS[turn - 1].min(prompt.len()),
         };
         engine.set_chunk_tokens(chunk);
@@ -199,12 +218,16 @@ fn fill<D: Device>(
         report.checks.push(Check::skipped("expectations", "there are none: pass --expect FILE"));
         return Ok(());
     };
-    engine.set_chunk_tokens(args.chunk.unwrap_or(prompt.len()).min(EngineOptions::default().chunk_tokens));
+    engine.set_chunk_tokens(args.chunk.unwrap_or(prompt.len()).min(whole));
     let recording = recorded(engine, prompt, expected, sizes)?;
-    let observed = LogitsHash::of(&recording.logits);
     let note = "a run that is watched gives other bits than one that is not";
-    report.checks.push(Check::of("watched run", observed == first.logits_hash, Found::Nothing, note));
-    let (found, reordered) = align(&expected.tensors, &recording.tensors);
+    report.checks.push(Check::of(
+        "watched run",
+        recording.logits_hash == first.logits_hash,
+        Found::Nothing,
+        note,
+    ));
+    let (found, reordered) = align(&expected.tensors, recording.tensors);
     report.checks.extend(compare(expected, &found, sizes, bounds.model));
     report.reordered = reordered;
     report.forced = divergence::forced(engine, prompt, expected, sizes)?;
@@ -219,18 +242,6 @@ fn fill<D: Device>(
     Ok(())
 }
 
-pub(crate) fn open<D: Device>(dir: &Path, device: D, layers: Option<usize>) -> Result<Engine<D>> {
-    let mut options = EngineOptions::default();
-    options.model = ModelOptions::default().with_layers(layers);
-    let mut progress: Option<Progress> = None;
-    let engine = Engine::open(dir, device, &options, &mut |at| {
-        if let OpenProgress::Loaded { layers, of } = at {
-            progress.get_or_insert_with(|| Progress::new("loading layers", of)).set(layers as u64);
-        }
-    })?;
-    Ok(engine)
-}
-
 fn run_cycle<D: Device>(
     engine: &Engine<D>,
     prompt: &[u32],
@@ -239,24 +250,31 @@ fn run_cycle<D: Device>(
 ) -> Result<Cycle> {
     let started = Instant::now();
     let passes = prompt.len().div_ceil(engine.chunk_tokens()) + continuation;
-    let mut watch = Watch(Progress::new(label, passes * engine.model().num_layers()));
+    let mut watch = Watch(Progress::steps(label, passes * engine.model().num_layers()));
     let mut sequence = engine.new_sequence()?;
-    let logits = engine.run(&mut sequence, prompt, LogitsWanted::All, &mut watch)?;
+    // Chunk by chunk: the logits of all positions of a long prompt do not fit into memory.
+    let mut hasher = LogitsHasher::new();
+    let mut row = Vec::new();
+    for chunk in prompt.chunks(engine.chunk_tokens()) {
+        let logits = engine.run(&mut sequence, chunk, LogitsWanted::All, &mut watch)?;
+        ensure!(logits.values.len() == chunk.len() * logits.width, "logits of {} positions", chunk.len());
+        hasher.update(&logits.values);
+        row = logits.last().context("a chunk has logits")?.to_vec();
+    }
+    let logits_hash = hasher.finish();
     let prefill = started.elapsed();
-    let mut row = logits.last().context("a prompt has logits")?.to_vec();
     let top1 = argmax(&row).context("logits are numbers")?;
-    let (mut greedy, mut rows) = (Vec::new(), Vec::new());
+    let (mut greedy, mut hasher) = (Vec::new(), LogitsHasher::new());
     for _ in 0..continuation {
         let token = argmax(&row).context("logits are numbers")?;
         greedy.push(token);
         row = engine.run(&mut sequence, &[token], LogitsWanted::Last, &mut watch)?.values;
-        rows.extend_from_slice(&row);
+        hasher.update(&row);
     }
-    ensure!(logits.values.len() == prompt.len() * logits.width, "logits of {} positions", prompt.len());
     Ok(Cycle {
         chunk: engine.chunk_tokens(),
-        logits_hash: LogitsHash::of(&logits.values),
-        continuation_hash: LogitsHash::of(&rows),
+        logits_hash,
+        continuation_hash: hasher.finish(),
         top1,
         greedy,
         prefill,
@@ -272,11 +290,11 @@ fn recorded<D: Device>(
 ) -> Result<Recording> {
     let wanted = Wanted {
         all_positions: divergence::has_all_positions(expected, sizes),
-        index_scores: expected.tensors.contains_key("index_scores"),
+        index_scores: expected.tensors.contains_key("index_scores") && !sizes.ignore_indexer,
     };
     let passes = prompt.len().div_ceil(engine.chunk_tokens()) + sizes.continuation;
-    let mut progress = Progress::new("comparing", passes * sizes.layers);
-    Ok(record(engine, prompt, sizes, wanted, Injection::default(), &mut || progress.step())?)
+    let mut progress = Progress::steps("comparing", passes * sizes.layers);
+    record(engine, prompt, sizes, wanted, Injection::default(), &mut || progress.step())
 }
 
 /// Watches nothing but the time.

@@ -4,16 +4,18 @@ use std::io::{Result, Write};
 use std::time::Duration;
 
 use indicatif::HumanBytes;
-use k3_format::gate::Markers;
-use k3_format::{AttentionKind, LoadMode};
+use k3_format::{AttentionKind, Checkpoint, ResolvedBy, Variant};
 use k3_graph::Device;
-use k3_runner::{Engine, EngineOptions};
+use k3_runner::Engine;
 
 use super::{Args, Cycle, DeviceName, Report};
+use crate::LoadName;
 use crate::expect::{Check, Expectations, Found, Outcome, Sizes};
+use crate::open::{quoted, variant};
 
 /// What runs, and how it was told.
 pub(super) fn opened<D: Device>(
+    args: &Args,
     engine: &Engine<D>,
     name: &str,
     threads: usize,
@@ -22,7 +24,7 @@ pub(super) fn opened<D: Device>(
 ) -> Result<()> {
     let (checkpoint, model) = (engine.checkpoint(), engine.model());
     let config = model.config();
-    writeln!(out, "{name}: {}, {}", checkpoint.variant(), evidence(engine))?;
+    writeln!(out, "{name}: {}, {}", variant(engine), evidence(checkpoint))?;
     let layers = model.num_layers();
     let full = config.layers[..layers].iter().filter(|k| **k == AttentionKind::FullAttention).count();
     let truncated = if layers < config.num_hidden_layers() {
@@ -39,9 +41,9 @@ pub(super) fn opened<D: Device>(
         config.moe.num_experts_per_token,
         config.hidden_size,
     )?;
-    let mode = match EngineOptions::default().open.load {
-        LoadMode::Read => "read whole",
-        LoadMode::Map => "mapped",
+    let mode = match args.open.load {
+        LoadName::Read => "read whole",
+        LoadName::Map => "mapped",
     };
     let seconds = took.as_secs_f64();
     let weights = if layers < config.num_hidden_layers() {
@@ -57,28 +59,34 @@ pub(super) fn opened<D: Device>(
         model.device().kind(),
         count(threads, "thread"),
     )?;
+    if args.open.ignore_indexer && checkpoint.variant() == Variant::K3 {
+        writeln!(
+            out,
+            "  note: --ignore-indexer changes nothing here: {} has no indexer",
+            checkpoint.variant()
+        )?;
+    }
     for warning in checkpoint.warnings() {
         writeln!(out, "  note: {warning}")?;
     }
     Ok(())
 }
 
-/// What the variant was decided by.
-fn evidence<D: Device>(engine: &Engine<D>) -> String {
-    let checkpoint = engine.checkpoint();
-    let json = std::fs::read(checkpoint.dir().join("config.json"))
-        .ok()
-        .and_then(|text| serde_json::from_slice(&text).ok())
-        .unwrap_or(serde_json::Value::Null);
-    let markers = Markers::of(&json);
-    let wrapper = markers.model_type.unwrap_or_else(|| "none".to_owned());
-    let dsa = if markers.dsa_config { "dsa_config present" } else { "no dsa_config" };
-    let full = checkpoint.config().layers.iter().filter(|k| **k == AttentionKind::FullAttention).count();
-    let tensors = match checkpoint.indexer_names() {
-        Some(_) => format!("{} indexer tensors on {full} full-attention layers", 5 * full),
-        None => "no indexer tensors".to_owned(),
+/// What the variant was decided by. The markers agree, or the checkpoint had not been opened (`docs/checkpoint.md` 9.1).
+fn evidence(checkpoint: &Checkpoint) -> String {
+    let Some(names) = checkpoint.indexer_names() else {
+        return "by model_type kimi_k3, no dsa_config, no indexer tensors".to_owned();
     };
-    format!("by model_type {wrapper}, {dsa}, {tensors}")
+    let full = checkpoint.config().layers.iter().filter(|k| **k == AttentionKind::FullAttention).count();
+    let tensors = 5 * full;
+    let named = match names.by {
+        ResolvedBy::Table => "",
+        ResolvedBy::Caller => " under the given names",
+        ResolvedBy::ShapeAndName | ResolvedBy::ShapeAndValues => " found by shape",
+    };
+    format!(
+        "by model_type kimi_k31, dsa_config present, {tensors} indexer tensors on {full} full-attention layers{named}"
+    )
 }
 
 /// What the run is held to.
@@ -164,12 +172,16 @@ fn line(check: &Check, out: &mut dyn Write) -> Result<()> {
 /// The numbers that people look for first.
 fn headline(report: &Report) -> String {
     let distance = |name: &str| match report.check(name).map(|c| &c.found) {
-        Some(Found::Distance { relative_l2, max_abs, .. }) => Some((*relative_l2, *max_abs)),
+        Some(Found::Distance { relative_l2, worst_row, max_abs, .. }) => {
+            Some((*relative_l2, worst_row.unwrap_or(*relative_l2), *max_abs))
+        }
         _ => None,
     };
     let mut parts = Vec::new();
-    if let Some((relative_l2, max_abs)) = distance("logits") {
-        parts.push(format!("; logits rel-L2 {relative_l2:.1e} max-abs {max_abs:.1e}"));
+    if let Some((relative_l2, worst, max_abs)) = distance("logits") {
+        parts.push(format!(
+            "; logits rel-L2 {relative_l2:.1e} worst position {worst:.1e} max-abs {max_abs:.1e}"
+        ));
     }
     for (name, label) in [
         ("logits argmax", "argmax"),
@@ -210,8 +222,7 @@ pub(super) fn end(args: &Args, reports: &[Report], out: &mut dyn Write) -> Resul
 
 fn next(args: &Args, reports: &[Report]) -> String {
     let model = args.model.as_ref().map_or_else(String::new, |dir| format!(" --model {}", quoted(dir)));
-    let layers = args.layers.map_or_else(String::new, |n| format!(" --layers {n}"));
-    let command = format!("cargo xtask selfcheck{model}{layers}");
+    let command = format!("cargo xtask selfcheck{model}{}", args.open.again());
     let expect = args.expect.as_ref().map_or_else(String::new, |file| format!(" --expect {}", quoted(file)));
     if reports.iter().any(|r| !r.is_good()) {
         return match (args.device, args.verbose) {
@@ -232,17 +243,6 @@ fn next(args: &Args, reports: &[Report]) -> String {
         Some(dir) => {
             format!("cargo xtask trace --model {} --ids 1,2,3 --out run.safetensors", quoted(dir))
         }
-    }
-}
-
-/// A path as a shell takes it.
-pub(crate) fn quoted(path: &std::path::Path) -> String {
-    let text = path.display().to_string();
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%,".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text
-    } else {
-        format!("'{}'", text.replace('\'', "'\\''"))
     }
 }
 

@@ -1,8 +1,7 @@
 //! Which tensors a checkpoint has, in which shard and order, and how each is filled (`docs/checkpoint.md` 3, 5).
 
 use k3_format::names::{Extent, IndexerNames, LAYER_PREFIX, Names};
-use k3_format::{ModelConfig, Role, TensorSpec};
-use k3_quant::MX_BLOCK;
+use k3_format::{ExpertFormat, ExpertLayout, ModelConfig, Role, TensorSpec};
 use safetensors::Dtype;
 
 use super::Geometry;
@@ -72,17 +71,21 @@ fn layer(m: &ModelConfig, layer: usize) -> Vec<Tensor> {
     let mut tensors = language_model(m, Some(layer));
     if m.is_moe(layer) {
         let prefix = format!("{LAYER_PREFIX}{layer}.block_sparse_moe.experts.");
-        let (latent, inner) = (m.moe.routed_expert_hidden_size, m.moe.moe_intermediate_size);
+        let format = ExpertFormat::Mxfp4;
+        let shapes = ExpertLayout::new(m, format).shapes;
         tensors.reserve_exact(6 * m.moe.num_experts);
         for expert in 0..m.moe.num_experts {
-            for (matrix, rows, cols) in [("w1", inner, latent), ("w2", latent, inner), ("w3", inner, latent)]
-            {
+            for (matrix, (rows, cols)) in ["w1", "w2", "w3"].into_iter().zip(shapes) {
                 let name = |part: &str| format!("{prefix}{expert}.{matrix}.{part}");
                 let tensor =
                     |name, cols, fill| Tensor { name, dtype: Dtype::U8, shape: vec![rows, cols], fill };
                 tensors.push(tensor(name("weight_packed"), cols / 2, Fill::Nibbles));
                 let center = scale_center(cols);
-                tensors.push(tensor(name("weight_scale"), cols / MX_BLOCK, Fill::Scales { center }));
+                tensors.push(tensor(
+                    name("weight_scale"),
+                    cols / format.group_size(),
+                    Fill::Scales { center },
+                ));
             }
         }
     }

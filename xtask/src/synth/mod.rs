@@ -9,7 +9,6 @@ mod config;
 mod fill;
 mod geometry;
 mod layout;
-mod progress;
 mod tokenizer;
 mod write;
 
@@ -125,7 +124,6 @@ impl Args {
 pub fn run(args: &Args) -> Result<()> {
     let geometry = args.geometry()?;
     let options = SynthOptions { seed: args.seed, sparse: args.sparse };
-    let mut report = progress::Reporter::new();
     let plan = write::plan(&geometry)?;
     println!(
         "{}, {} layers, {} experts a layer: {} tensors, {} of weights in {} shards{}",
@@ -137,8 +135,9 @@ pub fn run(args: &Args) -> Result<()> {
         plan.shards,
         if args.sparse { ", as holes" } else { "" },
     );
-    let summary = write(&args.dir, &geometry, &options, &mut |progress| report.update(&progress))?;
-    report.finish();
+    let mut shown = crate::progress::Progress::bytes("writing", plan.data_bytes);
+    let summary = write(&args.dir, &geometry, &options, &mut |progress| shown.set(progress.bytes_done))?;
+    drop(shown);
     if let Some(tokenizer) = &args.tokenizer {
         tokenizer::copy(tokenizer, &args.dir)?;
     }

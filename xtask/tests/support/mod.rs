@@ -18,15 +18,20 @@ pub(crate) fn temporary() -> TempDir {
 /// A fixture that can be damaged, without the files in `without`.
 pub(crate) fn copy(name: &str, without: &[&str]) -> TempDir {
     let to = temporary();
+    copy_to(to.path(), name, without);
+    to
+}
+
+/// The same, into an existing folder.
+pub(crate) fn copy_to(to: &Path, name: &str, without: &[&str]) {
     for entry in fs::read_dir(fixture(name)).unwrap() {
         let path = entry.unwrap().path();
         let file = path.file_name().unwrap().to_str().unwrap();
         if !without.contains(&file) {
             // Written anew: the originals may be read-only.
-            fs::write(to.path().join(file), fs::read(&path).unwrap()).unwrap();
+            fs::write(to.join(file), fs::read(&path).unwrap()).unwrap();
         }
     }
-    to
 }
 
 /// The expectations of a fixture, changed, as a file in a folder of its own.
