@@ -4,7 +4,9 @@ use std::io::{self, Read as _, Write as _, stdout};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use k3_xtml::{Channel, Control, Event, Piece, Reply, ReplyParser, StopReason, TextReplyParser};
+use k3_xtml::{
+    Channel, Control, Event, FinishReason, Piece, Reply, ReplyParser, StopReason, TextReplyParser,
+};
 use serde_json::{Value, json};
 
 /// Parse a reply: a JSON array of text chunks on stdin, one JSON object out
@@ -21,8 +23,8 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Start::Think)]
     start: Start,
     /// Why generation ended
-    #[arg(long, value_enum, default_value_t = Stop::Eos)]
-    stop: Stop,
+    #[arg(long, value_enum, default_value_t = Ended::Eos)]
+    stop: Ended,
     /// How markers are recognised
     #[arg(long, value_enum, default_value_t = Mode::Token)]
     mode: Mode,
@@ -38,7 +40,7 @@ enum Start {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Stop {
+enum Ended {
     /// An end token came
     Eos,
     /// The token limit cut the turn
@@ -63,9 +65,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         Start::Response => Channel::Response,
     };
     let stop = match args.stop {
-        Stop::Eos => StopReason::Eos,
-        Stop::Length => StopReason::Length,
-        Stop::Stop => StopReason::Stop,
+        Ended::Eos => StopReason::Eos,
+        Ended::Length => StopReason::Length,
+        Ended::Stop => StopReason::Stop,
     };
     let mut reply = Reply::default();
     let mut take = |events: Vec<Event>| -> io::Result<()> {
@@ -106,7 +108,7 @@ pub(crate) fn reply_json(reply: &Reply) -> Value {
         "reasoning_content": reply.reasoning_content,
         "content": reply.content,
         "tool_calls": calls,
-        "finish_reason": reply.finish_reason.map(|r| r.as_str()),
+        "finish_reason": reply.finish_reason.map(FinishReason::as_str),
         "errors": reply.errors.iter().map(|e| e.name()).collect::<Vec<_>>(),
     })
 }

@@ -64,7 +64,7 @@ impl<D: Device> std::fmt::Debug for SequenceState<D> {
             .field("position", &self.position)
             .field("layers", &self.layers.len())
             .field("broken", &self.broken)
-            .finish()
+            .finish_non_exhaustive()
     }
 }
 
