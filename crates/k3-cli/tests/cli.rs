@@ -197,7 +197,7 @@ fn tiny_with_bytes() -> tempfile::TempDir {
         std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
     }
     let ranks = std::fs::read_to_string(fixtures().join("tokenizer/small/tiktoken.model")).unwrap();
-    let bytes: String = ranks.lines().take(256).map(|line| format!("{line}\n")).collect();
+    let bytes = ranks.lines().take(256).collect::<Vec<_>>().join("\n") + "\n";
     std::fs::write(dir.path().join("tiktoken.model"), bytes).unwrap();
     let names = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"];
     let named: serde_json::Map<_, _> = names
