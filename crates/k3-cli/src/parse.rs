@@ -11,8 +11,9 @@ use serde_json::{Value, json};
 
 /// Parse a reply: a JSON array of text chunks on stdin, one JSON object out
 ///
-/// In token mode a chunk that equals a marker, such as `<|open|>` or `<|end_of_msg|>`, is that control token, and all other chunks are text whatever they spell: this is how the engine reads its own ids. In text mode the
-/// chunks are joined and searched for markers.
+/// In token mode a chunk that equals a marker, such as `<|open|>` or `<|end_of_msg|>`, is that control token, and all other
+/// chunks are text whatever they spell: this is how the engine reads its own ids. In text mode the chunks are joined and
+/// searched for markers.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Example:

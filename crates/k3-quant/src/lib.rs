@@ -6,7 +6,7 @@
 //!   (a factor, a divisor); which one a number is, is part of its type.
 //! * [`Matrix`]: a weight matrix `[rows, cols]` in any of the supported formats, over shared bytes (a mapping,
 //!   a slot of the expert store, or memory of its own).
-//! * [`reference`]: the plain loops that everything else is tested against.
+//! * [`mod@reference`]: the plain loops that everything else is tested against.
 //! * [`cpu`]: the fast host kernels. One reduction shape per format, the same bits at any batch size, thread
 //!   count and instruction set.
 //!
