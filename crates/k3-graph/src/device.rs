@@ -18,7 +18,8 @@ use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_quant::Matrix;
 
-use crate::select::{Score, select_keys};
+use crate::scalar::router_weights;
+use crate::select::{Score, select_experts, select_keys};
 
 /// What runs the operations.
 ///
@@ -405,6 +406,26 @@ impl Routing {
         self.ids.extend_from_slice(ids);
         self.weights.extend_from_slice(weights);
         self.gaps.push(gap);
+    }
+
+    /// The next row from its logits, unbiased scores and biased scores, one an expert: selection, weights, gap
+    /// (`docs/arithmetic.md` 8.2). The row is lost if a logit or a biased score is not finite; a sigmoid alone would
+    /// hide an infinite logit.
+    pub fn push_scores<T: Score + Into<f64>>(
+        &mut self,
+        logits: &[T],
+        scores: &[T],
+        biased: &[T],
+        rule: RouterRule,
+    ) {
+        let k = rule.experts_per_token;
+        let finite = logits.iter().all(|l| l.is_finite());
+        let order = select_experts(biased, (k + 1).min(biased.len())).filter(|_| finite);
+        let Some(order) = order else { return self.push_non_finite(self.gaps.len()) };
+        let of = |values: &[T], e: u32| -> f64 { values[e as usize].into() };
+        let selected: Vec<f64> = order[..k].iter().map(|&e| of(scores, e)).collect();
+        let gap = order.get(k).map_or(f64::INFINITY, |&next| of(biased, order[k - 1]) - of(biased, next));
+        self.push(&order[..k], &router_weights(&selected, rule.renormalize, rule.scaling_factor), gap);
     }
 
     /// The next row, `row`, is lost.

@@ -28,7 +28,7 @@ pub mod scalar;
 pub mod select;
 mod state;
 
-pub use cpu::Cpu;
+pub use cpu::{Cpu, MAX_THREADS};
 pub use device::{Device, DeviceError, Routing, Selected, Selection};
 pub use forward::{ForwardError, Logits, LogitsWanted, Place, Span, SpanError, SpanResult, TokenError};
 pub use k3_format::WeightSource;

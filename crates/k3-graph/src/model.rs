@@ -59,6 +59,14 @@ pub enum LoadError {
         /// From the source.
         found: String,
     },
+    /// A norm gain without a single value: no trained model has one, but a file that was never filled reads so.
+    #[error(
+        "{id}: all values are zero; the file was not written to its end (an interrupted copy, a sparse file): get it again"
+    )]
+    ZeroGain {
+        /// Which weight.
+        id: TensorId,
+    },
     /// More layers asked for than there are, or none.
     #[error("{asked} layers asked for, the model has {layers}")]
     Layers {
@@ -227,6 +235,15 @@ impl<D: Device> Loader<'_, D> {
         self.device.load_vector(&v).map_err(|source| LoadError::Device { id, source })
     }
 
+    /// A norm's gain.
+    fn gain(&self, id: TensorId, len: usize) -> Result<D::Vector, LoadError> {
+        let v = self.host_vector(id, len)?;
+        if v.iter().all(|&v| v == 0.0) {
+            return Err(LoadError::ZeroGain { id });
+        }
+        self.device.load_vector(&v).map_err(|source| LoadError::Device { id, source })
+    }
+
     /// An AttnRes score vector: norm gain times projection, folded once. The product of two bf16 is exact in f32.
     fn attn_res(&self, norm: TensorId, proj: TensorId) -> Result<D::Vector, LoadError> {
         let e = self.config.hidden_size;
@@ -244,13 +261,13 @@ impl<D: Device> Loader<'_, D> {
             } else {
                 Some(self.attn_res(id(Role::SelfAttentionResNorm), id(Role::SelfAttentionResProj))?)
             },
-            input_layernorm: self.vector(id(Role::InputLayernorm), e)?,
+            input_layernorm: self.gain(id(Role::InputLayernorm), e)?,
             attention: match self.config.layers[l] {
                 AttentionKind::Kda => Attention::Kda(self.kda(l)?),
                 AttentionKind::FullAttention => Attention::Mla(self.mla(l, indexer)?),
             },
             mlp_res: self.attn_res(id(Role::MlpResNorm), id(Role::MlpResProj))?,
-            post_attention_layernorm: self.vector(id(Role::PostAttentionLayernorm), e)?,
+            post_attention_layernorm: self.gain(id(Role::PostAttentionLayernorm), e)?,
             mlp: if self.config.is_moe(l) {
                 Mlp::Moe(self.moe(l)?)
             } else {
@@ -281,7 +298,7 @@ impl<D: Device> Loader<'_, D> {
             f_b_proj: self.linear(id(Role::FBProj), p, d)?,
             b_proj: self.linear(id(Role::BProj), c.num_heads, e)?,
             g_proj: self.linear(id(Role::GProj), p, e)?,
-            o_norm: self.vector(id(Role::ONorm), d)?,
+            o_norm: self.gain(id(Role::ONorm), d)?,
             o_proj: self.linear(id(Role::OProj), e, p)?,
         })
     }
@@ -292,14 +309,14 @@ impl<D: Device> Loader<'_, D> {
         let id = |role| TensorId::layer(l, role);
         Ok(Mla {
             q_a_proj: self.linear(id(Role::QAProj), c.q_lora_rank, e)?,
-            q_a_layernorm: self.vector(id(Role::QALayernorm), c.q_lora_rank)?,
+            q_a_layernorm: self.gain(id(Role::QALayernorm), c.q_lora_rank)?,
             q_b_proj: self.linear(id(Role::QBProj), c.num_heads * c.qk_head_dim(), c.q_lora_rank)?,
             kv_a_proj_with_mqa: self.linear(
                 id(Role::KvAProjWithMqa),
                 c.kv_lora_rank + c.qk_rope_head_dim,
                 e,
             )?,
-            kv_a_layernorm: self.vector(id(Role::KvALayernorm), c.kv_lora_rank)?,
+            kv_a_layernorm: self.gain(id(Role::KvALayernorm), c.kv_lora_rank)?,
             kv_b_proj: self.linear(
                 id(Role::KvBProj),
                 c.num_heads * (c.qk_nope_head_dim + c.v_head_dim),
@@ -330,7 +347,7 @@ impl<D: Device> Loader<'_, D> {
             gate: self.linear(id(Role::RouterGate), c.num_experts, e)?,
             e_score_correction_bias: self.vector(id(Role::RouterBias), c.num_experts)?,
             routed_expert_down_proj: self.linear(id(Role::RoutedExpertDownProj), latent, e)?,
-            routed_expert_norm: self.vector(id(Role::RoutedExpertNorm), latent)?,
+            routed_expert_norm: self.gain(id(Role::RoutedExpertNorm), latent)?,
             routed_expert_up_proj: self.linear(id(Role::RoutedExpertUpProj), e, latent)?,
             shared_experts: self.gated_mlp(l, shared, c.shared_intermediate_size())?,
         })
@@ -367,7 +384,7 @@ impl<D: Device> Model<D> {
         let id = TensorId::model;
         let embed_tokens = loader.linear(id(Role::EmbedTokens), v, e)?;
         let output_attn_res = loader.attn_res(id(Role::OutputAttnResNorm), id(Role::OutputAttnResProj))?;
-        let norm = loader.vector(id(Role::Norm), e)?;
+        let norm = loader.gain(id(Role::Norm), e)?;
         let lm_head = loader.linear(id(Role::LmHead), v, e)?;
         progress(0, count);
         let layers = (0..count)

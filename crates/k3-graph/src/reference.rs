@@ -8,8 +8,7 @@ use crate::device::{
     Conv, Device, DeviceError, ExpertUse, IndexQuery, KdaStep, MlaAttend, RouterRule, Routing, Selected,
     Selection, SequenceRows, SituCaps, StateTensor, StateValues, take_parts,
 };
-use crate::scalar::{L2_NORM_EPS, kda_log_decay, relu, router_weights, sigmoid, silu, situ_glu};
-use crate::select::select_experts;
+use crate::scalar::{self, L2_NORM_EPS, kda_log_decay, relu, sigmoid, silu, situ_glu};
 
 /// Computes in f64 and makes no attempt to be fast.
 #[derive(Clone, Copy, Debug, Default)]
@@ -176,7 +175,7 @@ impl Device for Reference {
     }
 
     fn sigmoid_gate(&self, x: &Rows, gate: &Rows) -> Result<Rows, DeviceError> {
-        Ok(x.map2(gate, |x, g| x * sigmoid(g)))
+        Ok(x.map2(gate, |x, g| x * scalar::gate(g)))
     }
 
     fn attn_res_weights(
@@ -404,24 +403,11 @@ impl Device for Reference {
     }
 
     fn route(&self, logits: &Rows, bias: &Vec<f64>, rule: RouterRule) -> Result<Routing, DeviceError> {
-        let k = rule.experts_per_token;
-        let mut routing = Routing::with_rows(k, logits.len());
+        let mut routing = Routing::with_rows(rule.experts_per_token, logits.len());
         for r in 0..logits.len() {
             let s: Vec<f64> = logits.row(r).iter().map(|&l| sigmoid(l)).collect();
             let biased: Vec<f64> = s.iter().zip(bias).map(|(s, b)| s + b).collect();
-            // A sigmoid would hide an infinite logit.
-            let finite = logits.row(r).iter().all(|l| l.is_finite());
-            let order = select_experts(&biased, (k + 1).min(biased.len())).filter(|_| finite);
-            let Some(order) = order else {
-                routing.push_non_finite(r);
-                continue;
-            };
-            let weights: Vec<f64> = order[..k].iter().map(|&e| s[e as usize]).collect();
-            let gap = order
-                .get(k)
-                .map_or(f64::INFINITY, |&next| biased[order[k - 1] as usize] - biased[next as usize]);
-            let weights = router_weights(&weights, rule.renormalize, rule.scaling_factor);
-            routing.push(&order[..k], &weights, gap);
+            routing.push_scores(logits.row(r), &s, &biased, rule);
         }
         Ok(routing)
     }

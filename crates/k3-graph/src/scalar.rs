@@ -32,10 +32,20 @@ pub fn silu(x: f64) -> f64 {
     x * sigmoid(x)
 }
 
+/// `sigmoid(x)` of a gate that must be a number: one that overflowed would open or close without a trace, and gives NaN
+/// instead.
+#[inline]
+pub fn gate(x: f64) -> f64 {
+    if x.is_finite() { sigmoid(x) } else { f64::NAN }
+}
+
 /// SiTU-GLU: `beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta)`. The sigmoid sees the uncapped
-/// gate (`docs/arithmetic.md` 8.1).
+/// gate (`docs/arithmetic.md` 8.1). Its caps would hide an operand that overflowed, so that gives NaN.
 #[inline]
 pub fn situ_glu(gate: f64, up: f64, beta: f64, linear_beta: f64) -> f64 {
+    if !(gate.is_finite() && up.is_finite()) {
+        return f64::NAN;
+    }
     beta * (gate / beta).tanh() * sigmoid(gate) * (linear_beta * (up / linear_beta).tanh())
 }
 

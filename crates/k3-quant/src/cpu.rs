@@ -299,6 +299,28 @@ pub fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
     tree_sum(low, high)
 }
 
+/// The sum of squares in f64, where no f32 overflows, in the fixed reduction shape of this module.
+pub fn square_sum(x: &[f32]) -> f64 {
+    let mut sums = [0.0_f64; LANES];
+    let (steps, rest) = x.as_chunks::<LANES>();
+    for x in steps {
+        for j in 0..LANES {
+            sums[j] += f64::from(x[j]) * f64::from(x[j]);
+        }
+    }
+    for (sum, x) in sums.iter_mut().zip(rest) {
+        *sum += f64::from(*x) * f64::from(*x);
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for j in 0..width {
+            sums[j] += sums[j + width];
+        }
+        width /= 2;
+    }
+    sums[0]
+}
+
 #[inline(always)]
 fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
     let mut sums = [[0.0; LANES]; 2];

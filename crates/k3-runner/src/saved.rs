@@ -137,12 +137,13 @@ impl<D: Device> Engine<D> {
     /// the same bits. Anything else is refused.
     pub fn restore(&self, path: impl AsRef<Path>) -> Result<Sequence<D>, SavedStateError> {
         let path = path.as_ref();
-        let bytes = fs::read(path).map_err(|source| SavedStateError::Io {
-            action: "reading",
-            path: path.into(),
-            source,
-        })?;
+        let io = |source| SavedStateError::Io { action: "reading", path: path.into(), source };
         let not = |reason: String| SavedStateError::NotAState { path: path.into(), reason };
+        // A pipe or a device would be read for ever.
+        if !fs::metadata(path).map_err(io)?.is_file() {
+            return Err(not("it is no regular file".into()));
+        }
+        let bytes = fs::read(path).map_err(io)?;
         let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|e| not(e.to_string()))?;
         let metadata = header.metadata().as_ref().ok_or_else(|| not("it has no metadata".into()))?;
         let field = |key: &str| metadata.get(key).ok_or_else(|| not(format!("no `{key}` in its metadata")));

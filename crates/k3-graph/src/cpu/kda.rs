@@ -1,7 +1,7 @@
 //! Kimi Delta Attention on the host. Prefill runs the same recurrence as decode, so chunks change no bit.
 
 use k3_format::KdaConfig;
-use k3_quant::cpu::dot_f32;
+use k3_quant::cpu::square_sum;
 use rayon::prelude::*;
 
 use super::{Cpu, Rows};
@@ -163,6 +163,6 @@ impl<'a> Head<'a> {
 
 /// `x / sqrt(sum(x^2) + eps) * scale`
 fn normalise(x: &[f32], scale: f64, out: &mut [f32]) {
-    let factor = (scale / (f64::from(dot_f32(x, x)) + L2_NORM_EPS).sqrt()) as f32;
+    let factor = (scale / (square_sum(x) + L2_NORM_EPS).sqrt()) as f32;
     out.iter_mut().zip(x).for_each(|(o, x)| *o = x * factor);
 }

@@ -9,15 +9,14 @@ mod mla;
 use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_quant::Matrix;
-use k3_quant::cpu::{Activations, dot_f32, matmul_rows};
+use k3_quant::cpu::{Activations, dot_f32, matmul_rows, square_sum};
 use rayon::prelude::*;
 
 use crate::device::{
     Conv, Device, DeviceError, ExpertUse, IndexQuery, KdaStep, MlaAttend, RouterRule, Routing, Selection,
     SequenceRows, SituCaps, StateTensor,
 };
-use crate::scalar::{router_weights, sigmoid, situ_glu};
-use crate::select::select_experts;
+use crate::scalar::{self, sigmoid, situ_glu};
 
 use kda::KdaState;
 use mla::MlaState;
@@ -26,6 +25,9 @@ use mla::MlaState;
 const WEIGHT_ROWS: usize = 32;
 /// Elements of one task of an element-wise operation.
 const ELEMENTS: usize = 4096;
+
+/// The most threads of a [`Cpu`]; more than any machine has cores for.
+pub const MAX_THREADS: usize = 1024;
 
 /// The host device.
 pub struct Cpu {
@@ -42,8 +44,15 @@ impl Cpu {
     /// A device with `threads` threads of its own; 0 takes one a core.
     ///
     /// # Errors
-    /// If the threads cannot be started.
+    /// If there are more than [`MAX_THREADS`], or they cannot be started.
     pub fn new(threads: usize) -> Result<Self, DeviceError> {
+        if threads > MAX_THREADS {
+            return Err(DeviceError::Failed {
+                device: "cpu",
+                operation: "starting threads",
+                reason: format!("{threads} threads asked for, at most {MAX_THREADS} are started"),
+            });
+        }
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(|i| format!("k3-cpu-{i}"))
@@ -125,13 +134,22 @@ fn linear(weight: &Matrix, x: &Rows) -> Rows {
     y
 }
 
-fn mean_square(x: &[f32]) -> f32 {
-    dot_f32(x, x) / x.len() as f32
+/// `1 / sqrt(mean(x^2) + eps)`. In f64: a square that overflows f32 would turn the row into zeros.
+fn inverse_rms(x: &[f32], eps: f64) -> f64 {
+    1.0 / (square_sum(x) / x.len() as f64 + eps).sqrt()
 }
 
 fn rms_norm(x: &[f32], gain: &[f32], eps: f64, out: &mut [f32]) {
-    let scale = 1.0 / (mean_square(x) + eps as f32).sqrt();
-    out.iter_mut().zip(x.iter().zip(gain)).for_each(|(o, (x, g))| *o = g * (x * scale));
+    let scale = inverse_rms(x, eps);
+    // Beyond f32's range in either direction the product is taken in f64.
+    if (f64::from(f32::MIN_POSITIVE)..f64::from(f32::MAX)).contains(&scale) {
+        let scale = scale as f32;
+        out.iter_mut().zip(x.iter().zip(gain)).for_each(|(o, (x, g))| *o = g * (x * scale));
+    } else {
+        out.iter_mut()
+            .zip(x.iter().zip(gain))
+            .for_each(|(o, (x, g))| *o = g * (f64::from(*x) * scale) as f32);
+    }
 }
 
 /// Softmax in place; the sum is taken in order, in f64.
@@ -149,7 +167,7 @@ fn softmax(scores: &mut [f32]) {
 fn attn_res_row(sources: &[&Rows], row: usize, score: &[f32], eps: f64) -> Vec<f32> {
     let mut weights: Vec<f32> = sources
         .iter()
-        .map(|v| dot_f32(v.row(row), score) / (mean_square(v.row(row)) + eps as f32).sqrt())
+        .map(|v| (f64::from(dot_f32(v.row(row), score)) * inverse_rms(v.row(row), eps)) as f32)
         .collect();
     softmax(&mut weights);
     weights
@@ -221,7 +239,7 @@ impl Device for Cpu {
     }
 
     fn sigmoid_gate(&self, x: &Rows, gate: &Rows) -> Result<Rows, DeviceError> {
-        Ok(self.pool.install(|| x.map2(gate, |x, g| x * sigmoid(f64::from(g)) as f32)))
+        Ok(self.pool.install(|| x.map2(gate, |x, g| x * scalar::gate(f64::from(g)) as f32)))
     }
 
     fn attn_res_weights(
@@ -271,7 +289,7 @@ impl Device for Cpu {
                 let heads = x.row(r).chunks_exact(gain.len()).zip(out.chunks_exact_mut(gain.len()));
                 heads.for_each(|(x, out)| rms_norm(x, gain, eps, out));
             });
-            normed.map2(gate, |x, g| x * sigmoid(f64::from(g)) as f32)
+            normed.map2(gate, |x, g| x * scalar::gate(f64::from(g)) as f32)
         }))
     }
 
@@ -340,24 +358,11 @@ impl Device for Cpu {
     }
 
     fn route(&self, logits: &Rows, bias: &Vec<f32>, rule: RouterRule) -> Result<Routing, DeviceError> {
-        let k = rule.experts_per_token;
-        let mut routing = Routing::with_rows(k, logits.len());
+        let mut routing = Routing::with_rows(rule.experts_per_token, logits.len());
         for r in 0..logits.len() {
             let s: Vec<f32> = logits.row(r).iter().map(|&l| sigmoid(f64::from(l)) as f32).collect();
             let biased: Vec<f32> = s.iter().zip(bias).map(|(s, b)| s + b).collect();
-            // A sigmoid would hide an infinite logit.
-            let finite = logits.row(r).iter().all(|l| l.is_finite());
-            let order = select_experts(&biased, (k + 1).min(biased.len())).filter(|_| finite);
-            let Some(order) = order else {
-                routing.push_non_finite(r);
-                continue;
-            };
-            let scores: Vec<f64> = order[..k].iter().map(|&e| f64::from(s[e as usize])).collect();
-            let gap = order.get(k).map_or(f64::INFINITY, |&next| {
-                f64::from(biased[order[k - 1] as usize]) - f64::from(biased[next as usize])
-            });
-            let weights = router_weights(&scores, rule.renormalize, rule.scaling_factor);
-            routing.push(&order[..k], &weights, gap);
+            routing.push_scores(logits.row(r), &s, &biased, rule);
         }
         Ok(routing)
     }

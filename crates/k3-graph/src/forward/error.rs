@@ -38,7 +38,10 @@ impl std::fmt::Display for Place {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Indexer(l) => write!(f, "indexer scores of layer {l}"),
-            Self::Router(l) => write!(f, "router scores of layer {l}"),
+            Self::Router(0) => f.write_str("router scores of layer 0 (or its attention)"),
+            Self::Router(l) => {
+                write!(f, "router scores of layer {l} (or its attention, or an expert of layer {})", l - 1)
+            }
             Self::Logits => f.write_str("logits"),
         }
     }

@@ -1,7 +1,7 @@
 //! Epsilons that no fixture shows, by inputs so small that they decide (`docs/traps.md`, closed forms 1 and 2).
 
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
-use k3_graph::device::{KdaStep, SequenceRows};
+use k3_graph::device::{KdaStep, SequenceRows, SituCaps};
 use k3_graph::scalar::INDEX_NORM_EPS;
 use k3_graph::{Cpu, Device, Reference};
 
@@ -73,4 +73,42 @@ fn the_epsilon_of_the_l2_norm_joins_the_sum() {
 fn the_epsilon_of_the_index_norm() {
     index_norm_epsilon(&Reference);
     index_norm_epsilon(&Cpu::new(1).unwrap());
+}
+
+/// Squares of 1e20 overflow f32; the row must come out as it would at any other scale, and not as zeros.
+fn large_rows<D: Device>(device: &D) {
+    let gain = device.load_vector(&[1.0; 4]).unwrap();
+    let row = [3e20, -4e20, 0.0, 0.0];
+    let x = device.upload(4, &row).unwrap();
+    let out = device.download(&device.rms_norm(&x, &gain, 1e-5).unwrap()).unwrap();
+    near(out[0], 1.2);
+    near(out[1], -1.6);
+    let weights = device.attn_res_weights(&[&x, &x], &gain, 1e-5).unwrap();
+    near(weights[0], 0.5);
+}
+
+/// What overflowed on the way is seen: gates and caps do not swallow it.
+fn infinite_operands<D: Device>(device: &D) {
+    let caps = SituCaps { beta: 4.0, linear_beta: 25.0 };
+    let act = |values: [f32; 2]| device.upload(2, &values).unwrap();
+    let lost = |x: D::Act| device.download(&x).unwrap()[0].is_nan();
+    for bad in [f32::INFINITY, f32::NEG_INFINITY] {
+        assert!(lost(device.situ_glu(&act([bad, 1.0]), &act([1.0, 1.0]), caps).unwrap()));
+        assert!(lost(device.situ_glu(&act([1.0, 1.0]), &act([bad, 1.0]), caps).unwrap()));
+        assert!(lost(device.sigmoid_gate(&act([1.0, 1.0]), &act([bad, 1.0])).unwrap()));
+        let gain = device.load_vector(&[1.0, 1.0]).unwrap();
+        assert!(lost(device.rms_norm(&act([bad, 1.0]), &gain, 1e-5).unwrap()));
+    }
+}
+
+#[test]
+fn no_square_overflows() {
+    large_rows(&Reference);
+    large_rows(&Cpu::new(1).unwrap());
+}
+
+#[test]
+fn an_overflow_is_not_swallowed() {
+    infinite_operands(&Reference);
+    infinite_operands(&Cpu::new(1).unwrap());
 }
