@@ -148,6 +148,7 @@ struct Faulty {
 enum LoadFault {
     Missing,
     WrongSize,
+    Zero,
 }
 
 impl WeightSource for Faulty {
@@ -163,6 +164,7 @@ impl WeightSource for Faulty {
         match self.fault {
             LoadFault::Missing if id == self.id => Err("not in the shards".into()),
             LoadFault::WrongSize if id == self.id => Ok(vec![0.0; 5]),
+            LoadFault::Zero if id == self.id => Ok(vec![0.0; self.sound.vector(id)?.len()]),
             _ => self.sound.vector(id),
         }
     }
@@ -203,4 +205,20 @@ fn weights() {
     for role in [Role::SelfAttentionResNorm, Role::SelfAttentionResProj] {
         assert!(load_faulty(TensorId::layer(0, role), LoadFault::Missing).is_ok());
     }
+}
+
+/// A file that was never filled reads as zeros. A gain of zeros ends every signal; a bias of zeros is ordinary.
+#[test]
+fn weights_that_were_never_written() {
+    for id in [
+        TensorId::model(Role::Norm),
+        TensorId::layer(0, Role::InputLayernorm),
+        TensorId::layer(1, Role::ONorm),
+        TensorId::layer(3, Role::KvALayernorm),
+        TensorId::layer(6, Role::RoutedExpertNorm),
+    ] {
+        let error = load_faulty(id, LoadFault::Zero).err().unwrap();
+        assert!(matches!(&error, LoadError::ZeroGain { id: found } if *found == id), "{error:?}");
+    }
+    assert!(load_faulty(TensorId::layer(6, Role::RouterBias), LoadFault::Zero).is_ok());
 }
