@@ -231,11 +231,20 @@ fn decode(row: Row<'_>, values: &mut [f32], scales: &mut [[f32; 2]]) {
 
 #[inline(always)]
 fn decode_codes(packed: &[u8], values: &mut [f32]) {
-    for (values, packed) in values.chunks_exact_mut(STEP).zip(packed.chunks(LANES)) {
-        let (even, odd) = values.split_at_mut(LANES);
-        for ((even, odd), &byte) in even.iter_mut().zip(odd).zip(packed) {
-            *even = code_value(byte);
-            *odd = code_value(byte >> 4);
+    let (bytes, rest) = packed.as_chunks::<LANES>();
+    let (steps, last) = values.as_chunks_mut::<STEP>();
+    debug_assert!(last.is_empty());
+    for (values, bytes) in steps.iter_mut().zip(bytes) {
+        for j in 0..LANES {
+            values[j] = code_value(bytes[j]);
+            values[LANES + j] = code_value(bytes[j] >> 4);
+        }
+    }
+    // NVFP4 rows may end in half a step; the other half stays zero.
+    if let Some(values) = steps.get_mut(bytes.len()) {
+        for (j, &byte) in rest.iter().enumerate() {
+            values[j] = code_value(byte);
+            values[LANES + j] = code_value(byte >> 4);
         }
     }
 }
@@ -323,16 +332,30 @@ pub fn square_sum(x: &[f32]) -> f64 {
 
 #[inline(always)]
 fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
-    let mut sums = [[0.0; LANES]; 2];
+    let (mut even, mut odd) = ([0.0; LANES], [0.0; LANES]);
     let (codes, _) = codes.as_chunks::<STEP>();
     let (x, _) = x.as_chunks::<STEP>();
-    for (b, ((c, x), s)) in codes.iter().zip(x).zip(scales).enumerate() {
-        let sum = &mut sums[b % 2];
-        for j in 0..LANES {
-            sum[j] += s[j / (LANES / 2)] * (c[j] * x[j] + c[LANES + j] * x[LANES + j]);
+    let (code_pairs, code_last) = codes.as_chunks::<2>();
+    let (x_pairs, x_last) = x.as_chunks::<2>();
+    let (scale_pairs, scale_last) = scales.as_chunks::<2>();
+    for ((c, x), s) in code_pairs.iter().zip(x_pairs).zip(scale_pairs) {
+        add_step(&mut even, &c[0], s[0], &x[0]);
+        add_step(&mut odd, &c[1], s[1], &x[1]);
+    }
+    if let ([c], [x], [s]) = (code_last, x_last, scale_last) {
+        add_step(&mut even, c, *s, x);
+    }
+    tree_sum(even, odd)
+}
+
+/// One step of a block format: lanes 0..8 have the first scale, lanes 8..16 the second.
+#[inline(always)]
+fn add_step(sum: &mut [f32; LANES], c: &[f32; STEP], scale: [f32; 2], x: &[f32; STEP]) {
+    for (half, s) in scale.into_iter().enumerate() {
+        for j in half * LANES / 2..(half + 1) * LANES / 2 {
+            sum[j] += s * (c[j] * x[j] + c[LANES + j] * x[LANES + j]);
         }
     }
-    tree_sum(sums[0], sums[1])
 }
 
 #[inline(always)]
