@@ -1,7 +1,7 @@
 //! `cargo xtask bench`: measurements, each as a ratio to a limit measured in the same run.
 
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -55,30 +55,34 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn index(dir: &Path, repeat: usize) -> Result<()> {
+    let mut out = std::io::stdout();
     read_descriptions(dir)?;
     let (bytes, plain) = read_descriptions(dir)?;
-    println!("plain read of index and headers: {:.1} MB in {:.3} s", bytes as f64 / 1e6, plain.as_secs_f64());
+    let (megabytes, seconds) = (bytes as f64 / 1e6, plain.as_secs_f64());
+    writeln!(out, "plain read of index and headers: {megabytes:.1} MB in {seconds:.3} s")?;
     let before = peak_memory();
     for _ in 0..repeat.max(1) {
         let start = Instant::now();
         let checkpoint = Checkpoint::open(dir, &OpenOptions::default())?;
         let seconds = start.elapsed().as_secs_f64();
-        println!(
+        writeln!(
+            out,
             "{} tensors in {} shards opened in {seconds:.3} s, {:.1} x the plain read",
             checkpoint.shards().len(),
             checkpoint.shards().files().len(),
             seconds / plain.as_secs_f64(),
-        );
+        )?;
     }
     match (before, peak_memory()) {
         (Some(before), Some(peak)) => {
-            println!(
+            writeln!(
+                out,
                 "peak memory {:.0} MB, {:.0} MB of it before opening",
                 peak as f64 / 1e6,
                 before as f64 / 1e6
-            );
+            )?;
         }
-        _ => println!("peak memory not measured: there is no /proc here"),
+        _ => writeln!(out, "peak memory not measured: there is no /proc here")?,
     }
     Ok(())
 }

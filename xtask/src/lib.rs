@@ -5,9 +5,11 @@
 pub mod bench;
 pub mod expect;
 mod open;
+mod output;
 mod progress;
 pub mod selfcheck;
 pub mod synth;
 pub mod trace;
 
 pub use open::{LoadName, OpenArgs};
+pub use output::is_closed_pipe;

@@ -2,10 +2,11 @@
 
 #![forbid(unsafe_code)]
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench, selfcheck, synth, trace};
+use xtask::{bench, is_closed_pipe, selfcheck, synth, trace};
 
 /// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
 #[derive(Parser)]
@@ -42,7 +43,10 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            if !is_closed_pipe(&error) {
+                // With stderr closed as well there is nobody to tell.
+                let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            }
             ExitCode::FAILURE
         }
     }

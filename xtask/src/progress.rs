@@ -1,6 +1,6 @@
 //! Shows on stderr how far long work is: a bar on a terminal, a line every few seconds elsewhere.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use indicatif::{DecimalBytes, HumanDuration, ProgressBar, ProgressStyle};
@@ -58,7 +58,8 @@ impl Progress {
             }
         } else if self.last_line.elapsed() >= LINE_EVERY && done > 0 {
             self.last_line = Instant::now();
-            eprintln!("{}", self.line(elapsed));
+            // Nobody has to read it.
+            let _ = writeln!(std::io::stderr(), "{}", self.line(elapsed));
         }
     }
 

@@ -1,5 +1,6 @@
 //! `cargo xtask trace`: everything that happens inside the model for a prompt, into one file that selfcheck reads.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -8,11 +9,16 @@ use k3_graph::Device;
 
 use crate::OpenArgs;
 use crate::expect::{
-    Injection, Sizes, Tensors, Wanted, fits_context, read_tensors, record, refuse_existing, write_tensors,
+    FILES, Injection, Sizes, Tensor, Tensors, Wanted, fits_context, read_tensors, record, refuse_existing,
+    write_tensors,
 };
 use crate::open::{ignores_indexer, quoted, variant};
+use crate::output::say;
 use crate::progress::Progress;
 use crate::selfcheck::DeviceName;
+
+/// Tokens after the prompt, where the context has room for them.
+const CONTINUATION: usize = 16;
 
 /// Arguments of `cargo xtask trace`.
 #[derive(Clone, Debug, clap::Args)]
@@ -32,8 +38,8 @@ pub struct Args {
     /// Snapshot to run
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
-    /// Prompt: token ids, separated by commas
-    #[arg(long, value_name = "IDS", value_delimiter = ',', required_unless_present = "ids_file")]
+    /// Prompt: token ids, separated by commas [default: `input_ids` of --inject]
+    #[arg(long, value_name = "IDS", value_delimiter = ',', required_unless_present_any = ["ids_file", "inject"])]
     pub ids: Vec<u32>,
     /// Prompt: a file of token ids, separated by commas, white space or brackets
     #[arg(long, value_name = "FILE", conflicts_with = "ids")]
@@ -41,12 +47,13 @@ pub struct Args {
     #[command(flatten)]
     #[allow(missing_docs, reason = "it would replace the description of the command")]
     pub open: OpenArgs,
-    /// A safetensors file with `attn_in` or `mlp_in` [layers, tokens, hidden] to use as the sublayers' inputs
+    /// A safetensors file with `attn_in` or `mlp_in` [layers, tokens, hidden] to use as the sublayers' inputs, and
+    /// perhaps `input_ids`, the prompt they are of
     #[arg(long, value_name = "FILE")]
     pub inject: Option<PathBuf>,
-    /// Tokens of the greedy continuation; none with --inject
-    #[arg(long, value_name = "N", default_value_t = 16)]
-    pub greedy: usize,
+    /// Tokens of the greedy continuation [default: 16, or what fits the context; none with --inject]
+    #[arg(long, value_name = "N")]
+    pub greedy: Option<usize>,
     /// What runs the model
     #[arg(long, value_enum, default_value_t = DeviceName::Cpu)]
     pub device: DeviceName,
@@ -63,8 +70,16 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
+    let is_safetensors = args.out.extension().is_some_and(|e| e == "safetensors");
+    ensure!(is_safetensors, "--out {}: the name has to end in .safetensors", args.out.display());
     refuse_existing(&args.out, args.force)?;
-    refuse_inside(&args.out, &args.model)?;
+    refuse_checkpoint(&args.out, &args.model)?;
+    let continued = args.greedy.filter(|&n| n > 0 && args.inject.is_some());
+    if let Some(n) = continued {
+        bail!(
+            "--greedy {n}: there is nothing to inject into tokens after the prompt; leave it or --inject out"
+        );
+    }
     let tensors = match args.device {
         DeviceName::Cpu => trace(args, k3_graph::Cpu::new(args.threads)?)?,
         DeviceName::Reference => trace(args, k3_graph::Reference)?,
@@ -72,22 +87,26 @@ pub fn run(args: &Args) -> Result<()> {
     let made_by = format!("k3 trace {}, device {:?}", env!("CARGO_PKG_VERSION"), args.device).to_lowercase();
     write_tensors(&args.out, &tensors, &made_by, args.force)?;
     let bytes = std::fs::metadata(&args.out).map_or(0, |m| m.len());
-    println!("wrote {}: {} tensors, {}", args.out.display(), tensors.len(), HumanBytes(bytes));
-    println!(
+    say(format_args!("wrote {}: {} tensors, {}", args.out.display(), tensors.len(), HumanBytes(bytes)))?;
+    say(format_args!(
         "next: cargo xtask selfcheck --model {}{} --expect {}",
         quoted(&args.model),
         args.open.again(),
         quoted(&args.out)
-    );
-    Ok(())
+    ))
 }
 
 fn trace<D: Device>(args: &Args, device: D) -> Result<Tensors> {
-    let prompt = prompt(args)?;
+    let injected = args.inject.as_deref().map(read_tensors).transpose()?;
+    let prompt = prompt(args, injected.as_ref())?;
     let engine = args.open.open(&args.model, device)?;
     let config = engine.model().config().clone();
     let room = config.max_position_embeddings.saturating_sub(prompt.len());
-    let continuation = if args.inject.is_some() { 0 } else { args.greedy.min(room) };
+    let continuation = match (args.greedy, &args.inject) {
+        (_, Some(_)) => 0,
+        (Some(asked), None) => asked,
+        (None, None) => CONTINUATION.min(room),
+    };
     let ignore_indexer = ignores_indexer(&engine);
     let sizes = Sizes {
         layers: engine.model().num_layers(),
@@ -97,12 +116,9 @@ fn trace<D: Device>(args: &Args, device: D) -> Result<Tensors> {
         config,
     };
     fits_context(&sizes)?;
-    let injection = match &args.inject {
-        Some(path) => {
-            let tensors = read_tensors(path)?;
-            Injection::new(tensors.get("attn_in"), tensors.get("mlp_in"), &sizes)
-                .with_context(|| format!("injecting {}", path.display()))?
-        }
+    let injection = match injected {
+        Some(tensors) => Injection::new(tensors.get("attn_in"), tensors.get("mlp_in"), &sizes)
+            .with_context(|| injecting(args))?,
         None => Injection::default(),
     };
     let passes = prompt.len().div_ceil(engine.chunk_tokens()) + continuation;
@@ -110,7 +126,7 @@ fn trace<D: Device>(args: &Args, device: D) -> Result<Tensors> {
     let wanted = Wanted { all_positions: true, index_scores: true };
     let recording = record(&engine, &prompt, &sizes, wanted, injection, &mut || progress.step())?;
     drop(progress);
-    println!(
+    say(format_args!(
         "{}: {}, {} of {} layers, {} prompt tokens, {continuation} after them; logits_hash {}",
         args.model.display(),
         variant(&engine),
@@ -118,16 +134,58 @@ fn trace<D: Device>(args: &Args, device: D) -> Result<Tensors> {
         sizes.config.num_hidden_layers(),
         prompt.len(),
         recording.logits_hash,
-    );
+    ))?;
     Ok(recording.tensors)
 }
 
-fn prompt(args: &Args) -> Result<Vec<u32>> {
-    let Some(path) = &args.ids_file else {
-        ensure!(!args.ids.is_empty(), "--ids names no token id");
-        return Ok(args.ids.clone());
+fn injecting(args: &Args) -> String {
+    format!("injecting {}", args.inject.as_deref().unwrap_or(Path::new("")).display())
+}
+
+/// The prompt that was given, or that of the tensors to inject; if there are both, they are the same.
+fn prompt(args: &Args, injected: Option<&Tensors>) -> Result<Vec<u32>> {
+    let of_inputs = match injected.and_then(|tensors| tensors.get("input_ids")) {
+        Some(tensor) => Some(input_ids(tensor).with_context(|| injecting(args))?),
+        None => None,
     };
-    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    let given = match &args.ids_file {
+        Some(path) => Some(ids_of_file(path)?),
+        None => Some(args.ids.clone()).filter(|ids| !ids.is_empty()),
+    };
+    match (given, of_inputs) {
+        (Some(given), Some(of_inputs)) if given != of_inputs => {
+            let at = given.iter().zip(&of_inputs).take_while(|(a, b)| a == b).count();
+            let text = |ids: &[u32]| ids.get(at).map_or_else(|| "the end".to_owned(), u32::to_string);
+            bail!(
+                "the prompt is not the `input_ids` that the inputs in {} are of: at position {at} expected {}, found \
+                 {}; leave --ids and --ids-file out to take theirs",
+                args.inject.as_deref().unwrap_or(Path::new("")).display(),
+                text(&of_inputs),
+                text(&given),
+            )
+        }
+        (Some(ids), _) | (None, Some(ids)) => Ok(ids),
+        (None, None) if injected.is_some() => {
+            bail!(
+                "there is no prompt: --inject has no tensor `input_ids`, so give it with --ids or --ids-file"
+            )
+        }
+        (None, None) => bail!("--ids names no token id"),
+    }
+}
+
+/// Token ids of a tensor `input_ids`.
+fn input_ids(tensor: &Tensor) -> Result<Vec<u32>> {
+    let ids = tensor.as_i32().filter(|ids| tensor.shape.len() == 1 && !ids.is_empty()).ok_or_else(|| {
+        let (dtype, shape) = (tensor.dtype(), &tensor.shape);
+        anyhow!("tensor `input_ids`: expected I32 [tokens], one or more, found {dtype:?} {shape:?}")
+    })?;
+    let id = |&id| u32::try_from(id).map_err(|_| anyhow!("tensor `input_ids`: {id} is no token id"));
+    ids.iter().map(id).collect()
+}
+
+fn ids_of_file(path: &Path) -> Result<Vec<u32>> {
+    let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
     let parts = text.split(|c: char| c.is_whitespace() || matches!(c, ',' | '[' | ']'));
     let ids = parts
         .filter(|part| !part.is_empty())
@@ -139,17 +197,36 @@ fn prompt(args: &Args) -> Result<Vec<u32>> {
     Ok(ids)
 }
 
-/// A checkpoint's folder is only read, also through links.
-fn refuse_inside(out: &Path, model: &Path) -> Result<()> {
+/// A checkpoint is only read: its folder, and every folder that one of its files really lies in.
+fn refuse_checkpoint(out: &Path, model: &Path) -> Result<()> {
     let parent = match out.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
     let parent = parent.canonicalize().with_context(|| format!("the folder of {}", out.display()))?;
-    if let Ok(model) = model.canonicalize()
-        && parent.starts_with(&model)
-    {
+    // A checkpoint that is not there is the business of opening it.
+    let Ok(folder) = model.canonicalize() else { return Ok(()) };
+    let Ok(entries) = fs::read_dir(&folder) else { return Ok(()) };
+    if parent.starts_with(&folder) {
         bail!("{} lies in the checkpoint's folder, which is only read: write elsewhere", out.display());
+    }
+    for entry in entries {
+        let entry = entry.with_context(|| format!("looking into the checkpoint {}", model.display()))?;
+        // Expectations may come from anywhere, and are not what the checkpoint consists of.
+        if FILES.iter().any(|name| entry.file_name() == *name) {
+            continue;
+        }
+        if let Ok(file) = entry.path().canonicalize()
+            && file.is_file()
+            && file.parent() == Some(&parent)
+        {
+            bail!(
+                "{} would lie beside {}, which is {} of the checkpoint and only read: write elsewhere",
+                out.display(),
+                file.display(),
+                entry.file_name().display()
+            );
+        }
     }
     Ok(())
 }

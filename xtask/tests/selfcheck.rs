@@ -5,13 +5,13 @@ mod support;
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::Stdio;
 
 use k3_format::{Checkpoint, ExpertLocation, IndexerNames, OpenOptions, Role, TensorId};
-use support::{changed, copy, copy_to, f32s, fixture, i32s, on, refusal, selfcheck, temporary};
-use xtask::OpenArgs;
-use xtask::expect::{Outcome, Tensor, Tensors};
+use support::{changed, copy, copy_to, f32s, fixture, i32s, on, refusal, selfcheck, temporary, unread};
+use xtask::expect::{Outcome, Tensor, Tensors, read_tensors};
 use xtask::selfcheck::{Args, DeviceName, Report, Sublayer, check_folder};
+use xtask::{LoadName, OpenArgs};
 
 /// Names of the checks with an outcome.
 fn names(report: &Report, outcome: Outcome) -> Vec<&str> {
@@ -172,6 +172,81 @@ fn a_json_alone_is_enough() {
     assert!(reports[0].check("greedy (json)").is_some_and(|c| c.outcome == Outcome::Passed), "{text}");
 }
 
+#[test]
+fn a_json_alone_beside_the_weights_counts() {
+    let dir = copy("tiny-k3", &["expected.safetensors"]);
+    let (reports, text) = selfcheck(&on(dir.path(), None));
+    assert!(reports[0].is_good(), "{text}");
+    assert_eq!(reports[0].check("greedy (json)").unwrap().outcome, Outcome::Passed);
+    // The trace beside it goes with its prompt.
+    assert_eq!(reports[0].check("KDA alone").unwrap().outcome, Outcome::Passed, "{text}");
+
+    let file = dir.path().join("expected.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let id = json["greedy"][2].as_u64().unwrap();
+    json["greedy"][2] = (id ^ 1).into();
+    fs::write(&file, serde_json::to_vec(&json).unwrap()).unwrap();
+    let (reports, text) = selfcheck(&on(dir.path(), None));
+    assert_eq!(names(&reports[0], Outcome::Failed), ["greedy (json)"], "{text}");
+}
+
+/// What has the name of an expectation and cannot be read as one is not passed over.
+#[test]
+fn expectations_that_are_no_files() {
+    for name in ["expected.safetensors", "expected.json", "trace.safetensors"] {
+        let dir = copy("tiny-k3", &[name]);
+        fs::create_dir(dir.path().join(name)).unwrap();
+        for expect in [None, Some(dir.path())] {
+            let error = refusal(&on(dir.path(), expect));
+            assert!(error.contains(name) && error.contains("not a regular file"), "{error}");
+        }
+        #[cfg(unix)]
+        {
+            fs::remove_dir(dir.path().join(name)).unwrap();
+            std::os::unix::fs::symlink("/no/such/file", dir.path().join(name)).unwrap();
+            let error = refusal(&on(dir.path(), None));
+            assert!(error.contains(name) && error.contains("a link that leads to no"), "{error}");
+        }
+    }
+    let dir = copy("tiny-k3", &["expected.safetensors", "expected.json"]);
+    let error = refusal(&on(dir.path(), None));
+    assert!(error.contains("one of which has the prompt"), "{error}");
+}
+
+/// A file with nothing in it to compare is no agreement.
+#[test]
+fn expectations_that_compare_nothing() {
+    for keep in [&[][..], &["logit", "kda_layers", "router_gap"], &["greedy_ids"]] {
+        let (_dir, file) = changed("tiny-k31", |t| {
+            let logits = t["logits"].clone();
+            t.insert("logit".to_owned(), logits);
+            t.insert("greedy_ids".to_owned(), Tensor::i32([0], Vec::new()));
+            t.retain(|name, _| name == "input_ids" || keep.contains(&name.as_str()));
+        });
+        let (reports, text) = selfcheck(&on(fixture("tiny-k31"), Some(&file)));
+        assert_eq!(names(&reports[0], Outcome::Failed), ["expectations"], "{text}");
+        assert!(!reports[0].is_good() && text.contains("nothing was compared: "), "{text}");
+        assert!(keep.iter().all(|name| text.contains(name)), "{text}");
+    }
+    // Beside the weights it is skipped, and what was checked counts.
+    let dir = copy("tiny-k3", &["expected.safetensors", "expected.json", "trace.safetensors"]);
+    fs::write(dir.path().join("expected.json"), r#"{"prompt": [1, 2, 3], "greedy": []}"#).unwrap();
+    let (reports, text) = selfcheck(&Args { cycles: 2, ..on(dir.path(), None) });
+    assert!(reports[0].is_good(), "{text}");
+    assert_eq!(reports[0].check("expectations").unwrap().outcome, Outcome::Skipped, "{text}");
+    assert!(reports[0].check("greedy (json)").is_none(), "{text}");
+}
+
+#[test]
+fn the_summary_without_logits() {
+    let (_dir, file) = changed("tiny-k31", |t| {
+        t.retain(|name, _| ["input_ids", "router_idx"].contains(&name.as_str()));
+    });
+    let (_, text) = selfcheck(&on(fixture("tiny-k31"), Some(&file)));
+    let summary = text.lines().find(|line| line.starts_with("PASS ")).unwrap();
+    assert!(summary.contains(" skipped; router 960/960"), "{summary}");
+}
+
 /// Flips a bit of the first scale of the first matrix of an expert, in the file.
 fn damage(dir: &Path, layer: usize, expert: u32) {
     let checkpoint = Checkpoint::open(dir, &OpenOptions::default()).unwrap();
@@ -224,20 +299,50 @@ fn a_divergence_is_located_by_the_last_position_alone() {
     assert!(text.contains("errors cannot be told from inherited ones"), "{text}");
 }
 
-#[test]
-fn a_weight_that_is_not_a_number_is_a_failed_check() {
-    let dir = copy("tiny-k3", &[]);
-    let checkpoint = Checkpoint::open(dir.path(), &OpenOptions::default()).unwrap();
-    let tensor = checkpoint.tensor(TensorId::model(Role::LmHead)).unwrap();
-    let file = dir.path().join(&checkpoint.shards().files()[tensor.shard].name);
+/// Puts a NaN at the begin of a row of a BF16 matrix.
+fn put_nan(dir: &Path, role: Role, row: usize) {
+    let checkpoint = Checkpoint::open(dir, &OpenOptions::default()).unwrap();
+    let tensor = checkpoint.tensor(TensorId::model(role)).unwrap();
+    assert_eq!(tensor.byte_len(), 2 * tensor.shape.iter().product::<u64>());
+    let file = dir.join(&checkpoint.shards().files()[tensor.shard].name);
+    let at = tensor.begin as usize + 2 * row * tensor.shape[1] as usize;
     let mut bytes = fs::read(&file).unwrap();
-    bytes[tensor.begin as usize..][..2].copy_from_slice(&0x7fc0_u16.to_le_bytes());
+    bytes[at..][..2].copy_from_slice(&0x7fc0_u16.to_le_bytes());
     fs::write(&file, bytes).unwrap();
-    let (reports, text) = selfcheck(&on(dir.path(), None));
+}
+
+/// The run fails its check `finite` with this, which is also where the run first diverges.
+#[track_caller]
+fn check_not_finite(args: &Args, place: &str) {
+    let (reports, text) = selfcheck(args);
     assert!(!reports[0].is_good());
-    let check = reports[0].check("finite").unwrap();
-    assert_eq!(check.outcome, Outcome::Failed);
-    assert!(check.note.contains("position 0, logits"), "{text}");
+    assert_eq!(names(&reports[0], Outcome::Failed), ["finite"], "{text}");
+    assert!(reports[0].check("finite").unwrap().note.contains(place), "{text}");
+    let first = text.lines().find(|line| line.starts_with("  first divergence: ")).unwrap();
+    assert!(first.contains(place), "{text}");
+}
+
+#[test]
+fn an_embedding_that_is_not_a_number_is_a_failed_check() {
+    let dir = copy("tiny-k3", &[]);
+    let expected = read_tensors(&fixture("tiny-k3").join("expected.safetensors")).unwrap();
+    let ids = expected["input_ids"].as_i32().unwrap();
+    let position = 5;
+    let before = ids[..position].contains(&ids[position]);
+    assert!(!before, "a token of its own");
+    put_nan(dir.path(), Role::EmbedTokens, ids[position] as usize);
+    check_not_finite(&on(dir.path(), None), "position 5, ");
+}
+
+/// Read whole, matrices are checked; mapped ones show it where they are used.
+#[test]
+fn a_matrix_that_is_not_a_number() {
+    let dir = copy("tiny-k3", &[]);
+    put_nan(dir.path(), Role::LmHead, 3);
+    let error = refusal(&on(dir.path(), None));
+    assert!(error.contains("lm_head.weight: row 3, column 0") && error.contains("NaN"), "{error}");
+    let open = OpenArgs { load: LoadName::Map, ..OpenArgs::default() };
+    check_not_finite(&Args { open, ..on(dir.path(), None) }, "position 0, logits");
 }
 
 /// Malformed expectations are refused with this in the message.
@@ -414,10 +519,17 @@ fn other_names_of_the_indexer() {
 #[test]
 fn arguments_that_cannot_be_honoured() {
     let model = || fixture("tiny-k3");
+    let bare = copy("tiny-k3", &["expected.safetensors", "expected.json", "trace.safetensors"]);
     let cases = [
         (Args { chunk: Some(0), ..on(model(), None) }, "--chunk 0"),
         (Args { tokens: Some(0), ..on(model(), None) }, "--tokens 0"),
         (Args { tokens: Some(4), ..on(model(), None) }, "the prompt comes from"),
+        (
+            Args { tokens: Some(100_000_000_000), ..on(bare.path(), None) },
+            "--tokens 100000000000 does not fit the model's context of 4096",
+        ),
+        (Args { tokens: Some(4097), ..on(bare.path(), None) }, "--tokens 4097"),
+        (Args { threads: 1025, ..on(model(), None) }, "1025 threads"),
         (Args { open: first(14), ..on(model(), None) }, "14 layers asked for"),
         (Args { open: first(1), ..Args::default() }, "--model DIR"),
         (on("/no/such/checkpoint", None), "/no/such/checkpoint"),
@@ -430,8 +542,8 @@ fn arguments_that_cannot_be_honoured() {
 
 /// Runs the program: whether it says success, and what it printed to stdout and stderr.
 fn program(args: &[&str]) -> (bool, String, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
-    let output = command.arg("selfcheck").args(args).env_remove("RUST_LOG").output().unwrap();
+    let args = [&["selfcheck"], args].concat();
+    let output = support::program(&args, Stdio::piped());
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.success(), text(output.stdout), text(output.stderr))
 }
@@ -448,6 +560,11 @@ fn exit_codes() {
     let (_dir, file) = changed("tiny-k3", |t| i32s(t.get_mut("greedy_ids").unwrap())[0] ^= 1);
     let (good, out, err) = program(&["--model", tiny, "--cycles", "1", "--expect", file.to_str().unwrap()]);
     assert!(!good && out.contains("FAIL tiny-k3") && err.contains("1 of 1 models"), "{out}{err}");
+
+    let (good, out, err) = program(&["--model", tiny, "--threads", "1000000"]);
+    assert!(!good && !out.contains("PASS") && err.contains("at most 1024"), "{out}{err}");
+
+    assert_eq!(unread(&["selfcheck", "--model", tiny, "--cycles", "1"]), (Some(1), String::new()));
 
     let (good, _, err) = program(&["--device", "cuda"]);
     assert!(!good && err.contains("cuda") && err.contains("cpu, reference"), "{err}");

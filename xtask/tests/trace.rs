@@ -6,8 +6,8 @@ mod support;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use support::{copy, fixture, on, selfcheck, temporary};
-use xtask::expect::{Outcome, Tensors, read_tensors};
+use support::{changed, copy, fixture, i32s, on, selfcheck, temporary, unread};
+use xtask::expect::{Outcome, Tensor, Tensors, read_tensors, write_tensors};
 use xtask::selfcheck::{self, DeviceName};
 use xtask::trace::{Args, run};
 use xtask::{LoadName, OpenArgs};
@@ -19,7 +19,7 @@ fn args(model: &str, out: PathBuf) -> Args {
         ids_file: None,
         open: OpenArgs::default(),
         inject: None,
-        greedy: 4,
+        greedy: Some(4),
         device: DeviceName::Cpu,
         threads: 2,
         out,
@@ -101,7 +101,7 @@ fn roundtrip_without_the_indexer() {
 fn the_last_of_three_layers() {
     let dir = temporary();
     let out = dir.path().join("run.safetensors");
-    run(&Args { open: first(3), greedy: 0, ..args("tiny-k3", out.clone()) }).unwrap();
+    run(&Args { open: first(3), greedy: Some(0), ..args("tiny-k3", out.clone()) }).unwrap();
     let tensors = read_tensors(&out).unwrap();
     assert_eq!(tensors["attn_in"].shape, [3, 20, 128]);
     assert_eq!(tensors["logits"].shape, [20, 512]);
@@ -117,7 +117,8 @@ fn as_the_fixture() {
     let expected = read_tensors(&fixture("tiny-k31").join("expected.safetensors")).unwrap();
     fs::write(&prompt, format!("{:?}\n", expected["input_ids"].as_i32().unwrap())).unwrap();
     let out = dir.path().join("run.safetensors");
-    let ids = Args { ids: Vec::new(), ids_file: Some(prompt), greedy: 16, ..args("tiny-k31", out.clone()) };
+    let ids =
+        Args { ids: Vec::new(), ids_file: Some(prompt), greedy: Some(16), ..args("tiny-k31", out.clone()) };
     run(&ids).unwrap();
     let found = read_tensors(&out).unwrap();
     for (name, tensor) in &expected {
@@ -143,7 +144,7 @@ fn injected_inputs_give_the_outputs_of_the_fixture() {
         let theirs = fixture(model).join("trace.safetensors");
         let expected = read_tensors(&fixture(model).join("expected.safetensors")).unwrap();
         let ids = expected["input_ids"].as_i32().unwrap().iter().map(|&id| id as u32).collect();
-        run(&Args { ids, inject: Some(theirs.clone()), ..args(model, out.clone()) }).unwrap();
+        run(&Args { ids, inject: Some(theirs.clone()), greedy: None, ..args(model, out.clone()) }).unwrap();
         let (found, expected) = (read_tensors(&out).unwrap(), read_tensors(&theirs).unwrap());
         assert_eq!(found["attn_in"], expected["attn_in"]);
         assert_eq!(found["mlp_in"], expected["mlp_in"]);
@@ -180,9 +181,18 @@ fn refusals() {
         "/no/such/folder",
     );
     let theirs = fixture("tiny-k3").join("trace.safetensors");
-    refused(&Args { inject: Some(theirs), ..base.clone() }, "`attn_in`");
-    let expected = fixture("tiny-k3").join("expected.safetensors");
-    refused(&Args { inject: Some(expected), ..base.clone() }, "neither `attn_in` nor `mlp_in`");
+    let inject = |file: &Path| Args { inject: Some(file.to_owned()), greedy: None, ..base.clone() };
+    refused(&inject(&theirs), "`attn_in`");
+    refused(&Args { greedy: Some(4), ..inject(&theirs) }, "--greedy 4");
+    refused(&Args { ids: Vec::new(), ..inject(&theirs) }, "there is no prompt");
+    refused(&Args { greedy: Some(usize::MAX), ..base.clone() }, "too many tokens");
+    refused(&Args { greedy: Some(4090), ..base.clone() }, "20 prompt tokens and 4090 after them");
+    let (_dir, file) = changed("tiny-k3", |t| i32s(t.get_mut("input_ids").unwrap())[0] = -1);
+    refused(&inject(&file), "-1 is no token id");
+    refused(&Args { threads: 1_000_000, ..base.clone() }, "at most 1024");
+    for name in ["run.st", "run", ".safetensors", "run.safetensors.gz"] {
+        refused(&Args { out: dir.path().join(name), ..base.clone() }, "has to end in .safetensors");
+    }
     assert!(!out.exists());
 
     fs::write(&out, "mine").unwrap();
@@ -210,10 +220,100 @@ fn links_are_not_written_through() {
     assert!(!out.exists());
 }
 
+/// What is wrong with the place is said before anything is opened or run: here, a checkpoint that is not there.
+#[cfg(unix)]
+#[test]
+fn the_place_is_checked_first() {
+    let dir = temporary();
+    let place = |name: &str| dir.path().join(name);
+    let base =
+        Args { force: true, model: "/no/such/checkpoint".into(), ..args("tiny-k3", place("x.safetensors")) };
+    refused(&base, "/no/such/checkpoint");
+    refused(&Args { out: place("x.st"), ..base.clone() }, "has to end in .safetensors");
+    std::os::unix::fs::symlink("/no/such/file", place("link.safetensors")).unwrap();
+    refused(&Args { out: place("link.safetensors"), ..base.clone() }, "symbolic link");
+    std::os::unix::fs::symlink("/no/such/file", place("left.safetensors.partial")).unwrap();
+    refused(
+        &Args { out: place("left.safetensors"), ..base.clone() },
+        "left.safetensors.partial is a symbolic link",
+    );
+    let socket = place("socket.safetensors");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    refused(&Args { out: socket, ..base.clone() }, "not a regular file");
+    fs::create_dir(place("folder.safetensors")).unwrap();
+    refused(&Args { out: place("folder.safetensors"), ..base }, "is a directory");
+}
+
+/// In the layout of the hub's cache, the files of a snapshot are links into another folder.
+#[cfg(unix)]
+#[test]
+fn a_checkpoint_behind_links_is_not_written_to() {
+    let cache = temporary();
+    let (blobs, snapshot) = (cache.path().join("blobs"), cache.path().join("snapshots/main"));
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir(&blobs).unwrap();
+    support::copy_to(&blobs, "tiny-k3", &["expected.safetensors", "expected.json", "trace.safetensors"]);
+    for entry in fs::read_dir(&blobs).unwrap() {
+        let name = entry.unwrap().file_name();
+        std::os::unix::fs::symlink(Path::new("../../blobs").join(&name), snapshot.join(&name)).unwrap();
+    }
+    let mut files = fs::read_dir(&blobs).unwrap().map(|entry| entry.unwrap().path());
+    let shard = files.find(|path| path.extension().is_some_and(|e| e == "safetensors")).unwrap();
+    let before = fs::read(&shard).unwrap();
+    let base = Args {
+        model: snapshot.clone(),
+        force: true,
+        open: first(1),
+        ..args("tiny-k3", cache.path().join("run.safetensors"))
+    };
+    refused(&Args { out: shard.clone(), ..base.clone() }, "only read");
+    refused(&Args { out: blobs.join("run.safetensors"), ..base.clone() }, "only read");
+    refused(&Args { out: snapshot.join("run.safetensors"), ..base.clone() }, "only read");
+    assert_eq!(fs::read(&shard).unwrap(), before);
+    run(&base).unwrap();
+}
+
+/// Inputs that say what prompt they are of need no other, and take no other.
+#[test]
+fn the_prompt_of_injected_inputs() {
+    let dir = temporary();
+    let inputs = dir.path().join("inputs.safetensors");
+    let out = dir.path().join("run.safetensors");
+    let mut tensors = read_tensors(&fixture("tiny-k3").join("trace.safetensors")).unwrap();
+    let prompt = read_tensors(&fixture("tiny-k3").join("expected.safetensors")).unwrap()["input_ids"].clone();
+    tensors.insert("input_ids".to_owned(), prompt.clone());
+    write_tensors(&inputs, &tensors, "a test", false).unwrap();
+    let base =
+        Args { ids: Vec::new(), inject: Some(inputs), greedy: Some(0), ..args("tiny-k3", out.clone()) };
+    run(&base).unwrap();
+    assert_eq!(read_tensors(&out).unwrap()["input_ids"], prompt);
+
+    let mut ids: Vec<u32> = prompt.as_i32().unwrap().iter().map(|&id| id as u32).collect();
+    run(&Args { ids: ids.clone(), force: true, ..base.clone() }).unwrap();
+    ids[7] ^= 1;
+    refused(&Args { ids: ids.clone(), force: true, ..base.clone() }, "at position 7 expected ");
+    refused(&Args { ids: ids[..7].to_vec(), force: true, ..base.clone() }, "found the end");
+    tensors.insert("input_ids".to_owned(), Tensor::i32([0], Vec::new()));
+    let empty = dir.path().join("empty.safetensors");
+    write_tensors(&empty, &tensors, "a test", false).unwrap();
+    refused(&Args { inject: Some(empty), force: true, ..base }, "`input_ids`: expected I32 [tokens]");
+}
+
+/// The file is what a trace is for: it is written, and nobody reading what is said about it is no error.
+#[test]
+fn a_closed_pipe_loses_no_trace() {
+    let dir = temporary();
+    let (model, out) = (fixture("tiny-k3"), dir.path().join("run.safetensors"));
+    let (model, file) = (model.to_str().unwrap(), out.to_str().unwrap());
+    let args = ["trace", "--model", model, "--layers", "1", "--ids", "1,2", "--greedy", "0", "--out", file];
+    assert_eq!(unread(&args), (Some(0), String::new()));
+    assert!(read_tensors(&out).unwrap().contains_key("logits"));
+}
+
 /// The config asks for rows of 16 million keys: said before anything is recorded.
 #[test]
 fn a_recording_larger_than_memory_is_refused() {
-    let model = copy("tiny-k31", &["expected.safetensors", "trace.safetensors"]);
+    let model = copy("tiny-k31", &["expected.safetensors", "expected.json", "trace.safetensors"]);
     let config = model.path().join("config.json");
     let text = fs::read_to_string(&config).unwrap();
     let huge = text.replace("\"index_topk\": 16,", "\"index_topk\": 16777216,");

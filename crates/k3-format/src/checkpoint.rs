@@ -10,7 +10,6 @@ use safetensors::Dtype;
 use serde_json::Value;
 
 use crate::config::{ConfigFile, ExpertFormat};
-use crate::content::Content;
 use crate::error::{Error, TensorErrors};
 use crate::experts::{ExpertLocation, ExpertMatrices, Experts};
 use crate::generation_config::GenerationConfig;
@@ -19,21 +18,24 @@ use crate::indexer::IndexerResolution;
 use crate::names::{Extent, IndexerNames, Names};
 use crate::read::Buffer;
 use crate::shard_error::ShardError;
-use crate::shards::{Shards, TensorInfo, check_directory};
-use crate::small_file::read_small;
+use crate::shards::{Shards, TensorInfo, check_directory, inventory};
+use crate::small_file::read_json;
 use crate::tensor_check::{check, load_vector};
+use crate::values::first_not_finite;
 use crate::warning::Warning;
-use crate::{ModelConfig, TensorId, Variant};
+use crate::{ModelConfig, Role, TensorId, Variant};
 
 /// How matrices outside the routed experts get into memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LoadMode {
-    /// Whole, with large reads. Safe against files that change, and fast on network volumes.
+    /// Whole, with large reads. Safe against files that change, and fast on network volumes. Values that are not
+    /// finite are refused.
     #[default]
     Read,
     /// Mapped: no copy, but each first touch of a page is a small read. The caller promises that no process truncates
     /// the files or writes to them in place while the checkpoint or anything read from it is in use
-    /// ([`Shards::map`]); replacing a file by rename is fine.
+    /// ([`Shards::map`]); replacing a file by rename is fine. Values are not looked at, since that would read all of
+    /// them: an infinity or NaN in a matrix may go unnoticed where a sigmoid or tanh follows.
     Map,
 }
 
@@ -93,21 +95,22 @@ impl Checkpoint {
         }
         check_directory(dir)?;
         let config_file = dir.join("config.json");
-        let Some(json) = read_json(&config_file)? else {
+        let Some(json) = read_optional(&config_file)? else {
             // A wrong path or an unfinished download has a better explanation than one absent file.
             Shards::open(dir)?;
-            return Err(Error::ReadFile { file: config_file, source: io::ErrorKind::NotFound.into() });
+            return Err(Error::NoConfig { dir: dir.to_owned(), found: inventory(dir)? });
         };
         let file = ConfigFile::check(&json, &config_file)?;
         let generation_file = dir.join("generation_config.json");
-        let generation = match read_json(&generation_file)? {
+        let generation = match read_optional(&generation_file)? {
             Some(json) => GenerationConfig::check(&json, file.model.vocab_size, &generation_file)?,
             None => GenerationConfig::default(),
         };
         let shards = Shards::open(dir)?;
         let opened = check(file, options.indexer_names.as_ref(), &shards)?;
         let indexer_names = opened.indexer.as_ref().map(|resolution| &resolution.names);
-        let id = CheckpointId::new(&json, shards.files(), indexer_names, opened.values);
+        let id =
+            CheckpointId::new(&opened.config, opened.variant, shards.files(), indexer_names, opened.values);
         Ok(Self {
             dir: dir.to_owned(),
             config: opened.config,
@@ -204,7 +207,8 @@ impl Checkpoint {
     /// A weight matrix `[out, in]`, in the type it is stored in.
     ///
     /// # Errors
-    /// [`Error::NoSuchTensor`], [`Error::WrongKind`] for a vector, [`Error::Shards`].
+    /// [`Error::NoSuchTensor`], [`Error::WrongKind`] for a vector, [`Error::Shards`], and with [`LoadMode::Read`]
+    /// [`Error::NotFinite`] for an infinity or NaN in any matrix but [`Role::EmbedTokens`].
     pub fn matrix(&self, id: TensorId) -> Result<Matrix, Error> {
         let (extent, tensor) = self.find(id)?;
         let Extent::Matrix(rows, cols) = extent else { return Err(Error::WrongKind { id, asked: "matrix" }) };
@@ -212,6 +216,20 @@ impl Checkpoint {
             LoadMode::Read => self.shards.read(&tensor)?,
             LoadMode::Map => self.shards.map(&tensor)?,
         };
+        // Sigmoid and tanh turn an infinity into an ordinary number, so later is too late. Rows of the embedding
+        // whose ids no text has may hold anything; a row that is used is checked by the sequence that uses it.
+        if self.load == LoadMode::Read
+            && id.role != Role::EmbedTokens
+            && let Some((at, value)) = first_not_finite(tensor.dtype, &bytes)
+        {
+            return Err(Error::NotFinite {
+                name: tensor.name.to_owned(),
+                file: self.shards.files()[tensor.shard].path.clone(),
+                row: at / cols,
+                column: at % cols,
+                value,
+            });
+        }
         let matrix = match tensor.dtype {
             Dtype::F32 => Matrix::f32(rows, cols, bytes),
             _ => Matrix::bf16(rows, cols, bytes),
@@ -336,18 +354,10 @@ impl fmt::Display for Checkpoint {
 }
 
 /// A small JSON file; `None` if there is none.
-fn read_json(file: &Path) -> Result<Option<Value>, Error> {
+fn read_optional(file: &Path) -> Result<Option<Value>, Error> {
     // A dangling link is a file that should be there.
     if matches!(file.symlink_metadata(), Err(e) if e.kind() == io::ErrorKind::NotFound) {
         return Ok(None);
     }
-    let bytes = read_small(file)?;
-    serde_json::from_slice(&bytes).map(Some).map_err(|source| match Content::recognise(&bytes) {
-        Content::Json | Content::Text(_) | Content::Unknown(_) => {
-            Error::Json { file: file.to_owned(), source }
-        }
-        content => {
-            ShardError::WrongContent { path: file.to_owned(), expected: "a JSON file", content }.into()
-        }
-    })
+    read_json(file).map(Some)
 }

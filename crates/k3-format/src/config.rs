@@ -6,6 +6,7 @@
 
 mod dsa;
 mod fields;
+mod ignore;
 mod layer_map;
 mod quantization;
 
@@ -20,7 +21,7 @@ pub use fields::ConfigProblem;
 pub use quantization::{ExpertFormat, QuantizationConfig};
 
 pub(crate) use fields::{Fields, show};
-pub(crate) use quantization::names_routed_experts;
+pub(crate) use ignore::lists_routed_experts;
 
 use crate::error::Error;
 use crate::gate::{self, Markers};
@@ -207,8 +208,10 @@ fn read_model(
     let hidden_size = text.int("hidden_size", width.clone(), "width of the depth stream");
     let num_layers = text.int("num_hidden_layers", 1..=MAX_LAYERS, "decoder layers");
     let vocab_size = text.int("vocab_size", width.clone(), "rows of the embedding and of the head");
-    let eps = |x| x > 0.0 && x < 1.0;
-    let rms_norm_eps = text.float("rms_norm_eps", "a number between 0 and 1", eps, "epsilon of the RMSNorms");
+    // Far smaller ones are 0 as f32, and a row of zeros would be divided by zero; no model has one below this.
+    let eps = |x| (1e-12..1.0).contains(&x);
+    let rms_norm_eps =
+        text.float("rms_norm_eps", "a number from 1e-12 to below 1", eps, "epsilon of the RMSNorms");
     text.only("hidden_act", "situ", "the only activation implemented");
     let gate_cap = text.float("activation_situ_beta", positive, is_factor, "cap of the gate in SiTU-GLU");
     let reason = "cap of the up projection in SiTU-GLU; null, no cap, is not implemented";

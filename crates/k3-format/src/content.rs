@@ -5,6 +5,9 @@ use std::fmt;
 /// Bytes of a file's beginning that [`Content::recognise`] looks at.
 pub(crate) const PROBE_BYTES: usize = 512;
 
+/// The UTF-8 byte order mark, which JSON must not begin with.
+const BOM: &[u8] = b"\xef\xbb\xbf";
+
 /// What stands in place of a file that was expected. Shown with the way to get the real file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -29,6 +32,10 @@ pub enum Content {
     Zip,
     /// Zero bytes, as in a file that was reserved and not yet filled.
     Zeros,
+    /// JSON text behind a byte order mark.
+    ByteOrderMark,
+    /// Text of 16-bit characters, as some editors and shells of Windows write it.
+    Utf16,
     /// None of these; the first bytes.
     Unknown(Vec<u8>),
 }
@@ -37,7 +44,7 @@ impl Content {
     /// Names what begins with `head`, which is the first [`PROBE_BYTES`] of the file or all of it.
     pub(crate) fn recognise(head: &[u8]) -> Self {
         let head = &head[..head.len().min(PROBE_BYTES)];
-        let text = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(head).trim_ascii_start();
+        let text = head.strip_prefix(BOM).unwrap_or(head).trim_ascii_start();
         let begins = |what: &str| {
             text.get(..what.len()).is_some_and(|start| start.eq_ignore_ascii_case(what.as_bytes()))
         };
@@ -57,14 +64,27 @@ impl Content {
             Self::Zip
         } else if head.iter().all(|&b| b == 0) {
             Self::Zeros
+        } else if is_utf16(head) {
+            Self::Utf16
         } else if let Some(words) = readable(head) {
             match text.first() {
+                Some(b'{' | b'[') if head.starts_with(BOM) => Self::ByteOrderMark,
                 Some(b'{' | b'[') => Self::Json,
                 _ => Self::Text(words),
             }
         } else {
             Self::Unknown(head[..head.len().min(16)].to_vec())
         }
+    }
+}
+
+/// Whether `head` begins as 16-bit text: a byte order mark and an ASCII character, or two of these.
+fn is_utf16(head: &[u8]) -> bool {
+    let ascii = |c: u8| c.is_ascii_graphic() || c.is_ascii_whitespace();
+    match *head {
+        [0xff, 0xfe, c, 0, ..] | [0xfe, 0xff, 0, c, ..] => ascii(c),
+        [a, 0, b, 0, ..] | [0, a, 0, b, ..] => ascii(a) && ascii(b),
+        _ => false,
     }
 }
 
@@ -117,6 +137,10 @@ impl fmt::Display for Content {
             Self::Zeros => {
                 write!(f, "zeros at its beginning, as in a file that was reserved and never filled; {AGAIN}")
             }
+            Self::ByteOrderMark => {
+                write!(f, "JSON text behind a byte order mark; save it as UTF-8 without one, or {AGAIN}")
+            }
+            Self::Utf16 => write!(f, "text in UTF-16; save it as UTF-8 without byte order mark, or {AGAIN}"),
             Self::Unknown(bytes) => {
                 f.write_str("data that begins with the bytes")?;
                 for byte in bytes {

@@ -34,6 +34,34 @@ pub enum Error {
         /// Where and why.
         source: serde_json::Error,
     },
+    /// A JSON file gives a key two values.
+    #[error(
+        "{}: the key {key:?} occurs twice in one object (the second before line {line}, column {column}), and which \
+         of the two counts differs between programs: remove one, or get this file again from where the checkpoint \
+         came from",
+        .file.display()
+    )]
+    RepeatedKey {
+        /// The file.
+        file: PathBuf,
+        /// The key, with those of the objects around it.
+        key: String,
+        /// Line of the second one.
+        line: usize,
+        /// Column, near its end.
+        column: usize,
+    },
+    /// There are weights, but nothing says of which model.
+    #[error(
+        "{} has no config.json; it holds {found}: download config.json of the same release into it",
+        .dir.display()
+    )]
+    NoConfig {
+        /// The checkpoint directory.
+        dir: PathBuf,
+        /// What it holds instead.
+        found: String,
+    },
     /// Fields of a config file are missing or bad.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -85,6 +113,24 @@ pub enum Error {
         expected: usize,
         /// Bytes of the buffer.
         found: usize,
+    },
+    /// A weight matrix holds an infinity or NaN.
+    #[error(
+        "{name}: row {row}, column {column} (from 0) is {value}, and every weight must be a finite number; {} is \
+         damaged or was converted wrongly: compare its checksum with the published one and get the file again",
+        .file.display()
+    )]
+    NotFinite {
+        /// The tensor.
+        name: String,
+        /// Its shard.
+        file: PathBuf,
+        /// 0-based row of the first such value.
+        row: usize,
+        /// Its 0-based column.
+        column: usize,
+        /// The value.
+        value: f32,
     },
     /// Bytes do not make a matrix.
     #[error("{name}")]

@@ -162,7 +162,9 @@ impl ExpertSurvey {
             let places: Vec<PartLocation> =
                 experts().flat_map(|id| get(id).at.map(|matrix| matrix[GLOBAL])).collect();
             let values = read_scalars(shards, &places)?;
-            for (i, value) in values.iter().enumerate().filter(|(_, v)| !v.is_normal() || **v < 0.0) {
+            for (i, what) in
+                values.iter().enumerate().filter_map(|(i, v)| Some((i, scale_fault(format, *v)?)))
+            {
                 let (layer, expert) =
                     (layers.start + i / 3 / config.moe.num_experts, i / 3 % config.moe.num_experts);
                 let part = if format == ExpertFormat::Nvfp4ModelOpt {
@@ -172,7 +174,7 @@ impl ExpertSurvey {
                 };
                 errors.push(|| TensorProblem::Value {
                     name: format!("{}.{part}", matrix_name(layer, expert, i % 3)),
-                    what: format!("the scale of a matrix must be a normal number above 0, found {value}"),
+                    what,
                 });
             }
             table.set_global_scales(values.as_chunks::<3>().0.to_vec());
@@ -261,6 +263,33 @@ fn check_matrix(
             });
         }
     }
+}
+
+/// The largest factor of a matrix that is taken for one. The largest weight is 6 * 448 = 2,688 times the factor, so
+/// published factors are far below 1, and 1 where nothing was measured; a factor from here on is a divisor that was
+/// stored in its place, or the other way round.
+const MAX_FACTOR: f32 = 64.0;
+
+/// What is wrong with a global scale, if anything is (`docs/nvfp4.md` 7).
+fn scale_fault(format: ExpertFormat, stored: f32) -> Option<String> {
+    if !stored.is_normal() || stored < 0.0 {
+        return Some(format!("the scale of a matrix must be a normal number above 0, found {stored}"));
+    }
+    let (factor, other) = match format {
+        ExpertFormat::Nvfp4ModelOpt => (stored, "a divisor in the place of a factor"),
+        _ => (1.0 / stored, "a factor in the place of a divisor"),
+    };
+    if factor > MAX_FACTOR {
+        return Some(format!(
+            "the value {stored} makes weights of up to {}, at most {} are accepted; it looks written in the inverse \
+             sense, {other}: ModelOpt's weight_scale_2 is a factor, about amax / 2688, and compressed-tensors' \
+             weight_global_scale is a divisor, about 2688 / amax",
+            factor * 2688.0,
+            MAX_FACTOR * 2688.0
+        ));
+    }
+    // The reciprocal of the largest numbers.
+    (!factor.is_normal()).then(|| format!("the divisor {stored} leaves no normal number as factor"))
 }
 
 /// Reads an f32 at each place, near ones together.

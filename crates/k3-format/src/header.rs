@@ -56,8 +56,17 @@ pub enum HeaderError {
         /// Its length in bytes.
         len: usize,
     },
+    /// A tensor name has a character that acts on a terminal instead of showing.
+    #[error(
+        "the tensor name {name:?} has a control character; no model has such names: get the file again from the \
+         model's publisher"
+    )]
+    ControlInName {
+        /// The name.
+        name: String,
+    },
     /// A dtype that the safetensors format does not have.
-    #[error("tensor `{tensor}` has the unknown dtype `{dtype}`")]
+    #[error("tensor `{tensor}` has the unknown dtype {dtype:?}")]
     UnknownDtype {
         /// The tensor.
         tensor: String,

@@ -13,6 +13,7 @@ use hashbrown::HashMap;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use crate::content::Content;
+use crate::printable::is_printable;
 use crate::shard_error::ShardError;
 use crate::shard_file::open_regular;
 
@@ -64,8 +65,10 @@ impl Index {
     pub(crate) fn shards(&self) -> Result<Vec<(String, usize)>, ShardError> {
         let mut counts = HashMap::<String, usize>::new();
         let mut bad = None;
-        self.walk(|_, shard| {
-            if let Some(count) = counts.get_mut(shard) {
+        self.walk(|name, shard| {
+            if !is_printable(name) {
+                Err(format!("the tensor name {name:?} has a control character; download the index again"))
+            } else if let Some(count) = counts.get_mut(shard) {
                 *count += 1;
                 Ok(())
             } else if !is_plain_file_name(shard) {
@@ -107,7 +110,8 @@ impl Index {
 pub(crate) fn is_plain_file_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     matches!((parts.next(), parts.next()), (Some(Component::Normal(part)), None) if part == name)
-        && !name.contains(['\\', '\0'])
+        && !name.contains('\\')
+        && is_printable(name)
 }
 
 struct Top<F> {

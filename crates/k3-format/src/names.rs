@@ -8,7 +8,7 @@ use safetensors::Dtype;
 use serde::Deserialize;
 
 use crate::error::Error;
-use crate::small_file::read_small;
+use crate::small_file::read_json;
 use crate::{AttentionKind, ModelConfig, Role, TensorId};
 
 /// What every tensor of the language model begins with.
@@ -317,9 +317,9 @@ impl IndexerNames {
     /// # Errors
     /// The file cannot be read, is not the JSON object described above, or names a tensor twice or not at all.
     pub fn load(file: &Path) -> Result<Self, Error> {
-        let bytes = read_small(file)?;
+        let json = read_json(file)?;
         // Through a map, because serde reads a list as a struct, too.
-        let names: Self = serde_json::from_slice(&bytes)
+        let names: Self = serde_json::from_value(json)
             .and_then(|map| serde_json::from_value(serde_json::Value::Object(map)))
             .map_err(|source| Error::Json { file: file.to_owned(), source })?;
         names.check()?;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::shard_error::ShardError;
 
 /// Appended to the name of an output until it is whole.
-const PARTIAL: &str = ".partial";
+pub(crate) const PARTIAL: &str = ".partial";
 
 const BUFFER_BYTES: usize = 1 << 20;
 

@@ -122,7 +122,7 @@ pub enum ShardError {
         message: String,
     },
     /// The index names a shard by something that is not a plain file name.
-    #[error("the index `{}` names the shard `{shard}`; a shard must be a plain file name in the same directory: download the index again", .path.display())]
+    #[error("the index `{}` names the shard {shard:?}; a shard must be a plain file name without control characters in the same directory: download the index again", .path.display())]
     ShardName {
         /// The index file.
         path: PathBuf,

@@ -17,6 +17,8 @@ use safetensors::Dtype;
 use crate::header::{Entry, Header};
 use crate::index::{INDEX_FILE, Index};
 use crate::map::map;
+use crate::new_file::PARTIAL;
+use crate::printable::printable;
 use crate::read::{MAX_READ_BYTES, read_aligned, read_full};
 use crate::shard_error::{AbsentShard, ShardError};
 use crate::shard_file::{self, ShardFile, dangling_target, read_error};
@@ -369,17 +371,45 @@ fn is_there(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok()
 }
 
-/// What a directory without index holds, and what to do about it.
-fn hint(dir: &Path) -> Result<String, ShardError> {
+/// Names of what lies in `dir`, sorted.
+fn list(dir: &Path) -> Result<Vec<String>, ShardError> {
     let mut names = Vec::new();
     for item in fs::read_dir(dir).map_err(ShardError::io("list", dir))? {
         let item = item.map_err(ShardError::io("list", dir))?;
-        names.push(item.file_name().to_string_lossy().into_owned());
+        names.push(printable(&item.file_name().to_string_lossy()).into_owned());
     }
+    names.sort_unstable();
+    Ok(names)
+}
+
+/// `2 .safetensors files and a.json, b.txt`
+pub(crate) fn inventory(dir: &Path) -> Result<String, ShardError> {
+    /// Names that help to recognise a directory.
+    const NAMED: usize = 8;
+    let names = list(dir)?;
+    let (shards, others): (Vec<_>, Vec<_>) = names.iter().partition(|name| name.ends_with(".safetensors"));
+    let mut found = vec![format!("{} .safetensors file(s)", shards.len())];
+    found.extend(others.iter().take(NAMED).map(|name| (*name).clone()));
+    if others.len() > NAMED {
+        found.push(format!("and {} more", others.len() - NAMED));
+    }
+    Ok(found.join(", "))
+}
+
+/// What a directory without index holds, and what to do about it.
+fn hint(dir: &Path) -> Result<String, ShardError> {
+    let names = list(dir)?;
     let count = |end: &str| names.iter().filter(|name| name.ends_with(end)).count();
     let (shards, gguf, torch) =
         (count(".safetensors"), count(".gguf"), count(".bin") + count(".pt") + count(".pth"));
-    Ok(if shards > 0 {
+    let partial = count(PARTIAL);
+    Ok(if partial > 0 {
+        format!(
+            "it holds {partial} unfinished file(s) *{PARTIAL} and {shards} finished .safetensors file(s): the program \
+             that wrote it was interrupted or is still running; let it finish or run it again, since the index is \
+             written last"
+        )
+    } else if shards > 0 {
         format!(
             "it holds {shards} .safetensors file(s): download model.safetensors.index.json of the same release into it"
         )

@@ -3,7 +3,11 @@
 use std::io::{self, Read as _};
 use std::path::Path;
 
+use serde_json::Value;
+
+use crate::content::Content;
 use crate::error::Error;
+use crate::json::{self, JsonFault};
 use crate::shard_error::ShardError;
 use crate::shard_file::open_regular;
 
@@ -31,4 +35,22 @@ pub(crate) fn read_small(file: &Path) -> Result<Vec<u8>, Error> {
         return Err(too_large(format!("more than {MAX_BYTES}")));
     }
     Ok(bytes)
+}
+
+/// A small JSON file.
+pub(crate) fn read_json(file: &Path) -> Result<Value, Error> {
+    let bytes = read_small(file)?;
+    json::parse(&bytes).map_err(|fault| match fault {
+        JsonFault::Repeated { key, line, column } => {
+            Error::RepeatedKey { file: file.to_owned(), key, line, column }
+        }
+        JsonFault::Invalid(source) => match Content::recognise(&bytes) {
+            Content::Json | Content::Text(_) | Content::Unknown(_) => {
+                Error::Json { file: file.to_owned(), source }
+            }
+            content => {
+                ShardError::WrongContent { path: file.to_owned(), expected: "a JSON file", content }.into()
+            }
+        },
+    })
 }

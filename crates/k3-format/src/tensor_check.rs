@@ -6,11 +6,11 @@ use std::collections::HashMap;
 use bytes::Bytes;
 use safetensors::Dtype;
 
-use crate::config::{ConfigFile, MAX_WIDTH, names_routed_experts};
+use crate::config::{ConfigFile, MAX_WIDTH, lists_routed_experts};
 use crate::error::{Error, TensorErrors, TensorProblem, describe};
 use crate::experts::{Experts, matrix_name};
 use crate::gate;
-use crate::identity::hash_tensor;
+use crate::identity::{hash_sample, hash_tensor};
 use crate::indexer::{self, IndexerResolution, ResolvedBy, Unplaced};
 use crate::names::{Extent, IndexerNames, Names, TableEntry};
 use crate::shards::{Shards, TensorInfo};
@@ -28,7 +28,7 @@ pub(crate) struct Checked {
     pub(crate) experts: Experts,
     pub(crate) warnings: Vec<Warning>,
     pub(crate) table_bytes: u64,
-    /// Hash of the small tensors, which were all read.
+    /// Hash of the small tensors, which were all read, and of samples of the others.
     pub(crate) values: blake3::Hash,
 }
 
@@ -65,12 +65,11 @@ pub(crate) fn check(
     let mut values = blake3::Hasher::new();
     for (id, entry) in Names::tensors(&config) {
         match table.get(&id) {
-            Some(tensor) => {
-                if let Some(bytes) = check_entry(entry, &config, tensor, shards, &mut errors, &mut narrower)?
-                {
-                    hash_tensor(&mut values, tensor, &bytes);
-                }
-            }
+            Some(tensor) => match check_entry(entry, &config, tensor, shards, &mut errors, &mut narrower)? {
+                Entry::Small(bytes) => hash_tensor(&mut values, tensor, &bytes),
+                Entry::Large => hash_sample(&mut values, tensor, shards)?,
+                Entry::Bad => {}
+            },
             None => errors.push(|| TensorProblem::Missing {
                 name: names.name(entry, id.layer),
                 expected: format!("{} {}", entry.release, entry.extent(&config)),
@@ -113,9 +112,16 @@ fn config_warnings(file: &ConfigFile) -> Vec<Warning> {
     }
     let layer = file.model.first_k_dense_replace;
     if layer < file.model.num_hidden_layers() {
-        for entry in file.quantization.ignore.iter().filter(|entry| names_routed_experts(entry)) {
-            let tensor = format!("{}.weight_scale", matrix_name(layer, 0, 0));
-            warnings.push(Warning::IgnoredModuleIsQuantized { tensor, entry: entry.clone() });
+        let module = matrix_name(layer, 0, 0);
+        for entry in &file.quantization.ignore {
+            match lists_routed_experts(entry, &module) {
+                Ok(false) => {}
+                Ok(true) => {
+                    let tensor = format!("{module}.weight_scale");
+                    warnings.push(Warning::IgnoredModuleIsQuantized { tensor, entry: entry.clone() });
+                }
+                Err(why) => warnings.push(Warning::IgnorePattern { entry: entry.clone(), why }),
+            }
         }
     }
     warnings
@@ -179,7 +185,17 @@ fn indexer_config(
     Some(IndexerConfig { n_heads, head_dim, topk: dsa.topk })
 }
 
-/// Dtype, shape, and for vectors (but not the larger convolutions) the values, whose stored bytes are returned.
+/// What a tensor of the table is found to be.
+enum Entry {
+    /// A vector that was read: its stored bytes.
+    Small(Bytes),
+    /// A matrix or convolution of the right dtype and shape.
+    Large,
+    /// Neither, as the errors say.
+    Bad,
+}
+
+/// Dtype, shape, and for vectors (but not the larger convolutions) the values.
 fn check_entry(
     entry: &TableEntry,
     config: &ModelConfig,
@@ -187,7 +203,7 @@ fn check_entry(
     shards: &Shards,
     errors: &mut TensorErrors,
     narrower: &mut Vec<String>,
-) -> Result<Option<Bytes>, Error> {
+) -> Result<Entry, Error> {
     let extent = entry.extent(config);
     let mut good = true;
     if !matches!(tensor.dtype, Dtype::BF16 | Dtype::F32) {
@@ -208,13 +224,16 @@ fn check_entry(
             found: format!("{:?}", tensor.shape),
         });
     }
-    if !good || matches!(extent, Extent::Matrix(..) | Extent::Conv(..)) {
-        return Ok(None);
+    if !good {
+        return Ok(Entry::Bad);
+    }
+    if matches!(extent, Extent::Matrix(..) | Extent::Conv(..)) {
+        return Ok(Entry::Large);
     }
     let bytes = shards.read(tensor)?;
     let values = widen(tensor.dtype, &bytes);
     checked(values, tensor, extent, errors);
-    Ok(Some(bytes))
+    Ok(Entry::Small(bytes))
 }
 
 /// The checked values of a vector; `None` if `errors` says what is wrong with them.

@@ -38,3 +38,36 @@ pub(crate) fn check_vector(values: &mut Vec<f32>, extent: Extent) -> Result<(), 
     values.truncate(used);
     Ok(())
 }
+
+/// The first infinity or NaN in the bytes of a BF16 or F32 tensor, with its position in elements.
+pub(crate) fn first_not_finite(dtype: Dtype, bytes: &[u8]) -> Option<(usize, f32)> {
+    const F32_EXPONENT: u32 = 0x7f80_0000;
+    const BF16_EXPONENT: u16 = 0x7f80;
+    match dtype {
+        Dtype::F32 => {
+            let values = bytes.as_chunks::<4>().0;
+            let bad = |b: &[u8; 4]| u32::from_le_bytes(*b) & F32_EXPONENT == F32_EXPONENT;
+            let at = first(values, |block| block.iter().fold(0, |any, b| any | u32::from(bad(b))) != 0, bad)?;
+            Some((at, f32::from_le_bytes(values[at])))
+        }
+        Dtype::BF16 => {
+            let values = bytes.as_chunks::<2>().0;
+            let bad = |b: &[u8; 2]| u16::from_le_bytes(*b) & BF16_EXPONENT == BF16_EXPONENT;
+            let at = first(values, |block| block.iter().fold(0, |any, b| any | u16::from(bad(b))) != 0, bad)?;
+            Some((at, half::bf16::from_le_bytes(values[at]).to_f32()))
+        }
+        _ => None,
+    }
+}
+
+/// Position of the first bad element. `any` looks at a whole block without a branch, which makes vector code of it;
+/// it runs over every pinned weight of a model.
+fn first<T>(values: &[T], any: impl Fn(&[T]) -> bool, bad: impl Fn(&T) -> bool) -> Option<usize> {
+    const BLOCK: usize = 4096;
+    let block = values.chunks(BLOCK).position(any)?;
+    let begin = block * BLOCK;
+    values[begin..].iter().position(bad).map(|at| begin + at)
+}
+
+#[cfg(test)]
+mod tests;

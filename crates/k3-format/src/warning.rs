@@ -19,6 +19,13 @@ pub enum Warning {
         /// The entry of the ignore list.
         entry: String,
     },
+    /// A pattern of the list of modules that are not quantized cannot be judged. The tensors decide anyway.
+    IgnorePattern {
+        /// The entry of the ignore list.
+        entry: String,
+        /// Why not.
+        why: String,
+    },
     /// Tensors stored as BF16 that the release has as F32.
     NarrowerThanRelease(Vec<String>),
     /// Tensors that are known and that text generation does not need.
@@ -55,6 +62,11 @@ impl fmt::Display for Warning {
             Self::IgnoredModuleIsQuantized { tensor, entry } => {
                 write!(f, "{tensor} is quantized although the config lists {entry:?} as not quantized")
             }
+            Self::IgnorePattern { entry, why } => write!(
+                f,
+                "the config lists {entry:?} as not quantized, which is no pattern that can be judged ({why}); the \
+                 tensors decide what is quantized"
+            ),
             Self::NarrowerThanRelease(names) => {
                 write!(f, "{} tensors are BF16 where the release has F32: {}", names.len(), names.join(", "))
             }

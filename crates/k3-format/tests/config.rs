@@ -221,6 +221,8 @@ fn values_that_describe_another_model_are_refused() {
     check_text("model_type", json!("kimi_k2"));
     check_text("hidden_act", json!("silu"));
     check_text("rms_norm_eps", json!(0.0));
+    check_text("rms_norm_eps", json!(9.9e-13));
+    check_text("rms_norm_eps", json!(1e-320));
     check_text("rms_norm_eps", json!(1.0));
     check_text("rms_norm_eps", json!(-1e-5));
     check_text("activation_situ_beta", json!(0));

@@ -17,7 +17,7 @@ fn specs() -> Vec<TensorSpec> {
     vec![
         spec("w1.weight_packed", Dtype::U8, &[3, 5]),
         spec("none", Dtype::F32, &[0, 4]),
-        spec("norm \"é\"\n", Dtype::BF16, &[7]),
+        spec("norm \"é\"", Dtype::BF16, &[7]),
         spec("a", Dtype::F32, &[]),
         spec("fp4", Dtype::F4, &[2, 3]),
     ]

@@ -358,7 +358,7 @@ fn a_header_that_breaks_the_format() {
     let tree = Tree::whole();
     let header = r#"{"2.a":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}"#;
     tree.put(NAMES[1], &shard_bytes(header, b"x"));
-    match tree.refused(&[NAMES[1], "tensor `2.a` has the unknown dtype `Q4`"]) {
+    match tree.refused(&[NAMES[1], "tensor `2.a` has the unknown dtype \"Q4\""]) {
         ShardError::Header { problem: HeaderError::UnknownDtype { tensor, .. }, .. } => {
             assert_eq!(tensor, "2.a");
         }
@@ -461,6 +461,11 @@ fn no_index() {
         (Some("pytorch_model-00001-of-00002.bin"), "1 PyTorch file(s)"),
         (Some(NAMES[0]), "1 .safetensors file(s): download model.safetensors.index.json"),
         (Some("README.md"), "1 other file(s)"),
+        (
+            Some("model-00001-of-000002.safetensors.partial"),
+            "1 unfinished file(s) *.partial and 0 finished .safetensors file(s): the program that wrote it was \
+             interrupted",
+        ),
     ] {
         let tree = Tree::empty();
         if let Some(file) = file {
@@ -502,9 +507,30 @@ fn an_invalid_index() {
 }
 
 #[test]
+fn names_in_an_index_cannot_act_on_a_terminal() {
+    let error = index(
+        index_of(&[("\\u001b[1A\\nall is well", NAMES[0])]).as_bytes(),
+        &["control character", r"\u{1b}[1A\nall is well"],
+    );
+    assert!(!error.to_string().contains(char::is_control), "{error}");
+}
+
+#[test]
 fn shard_names_stay_in_the_directory() {
-    for name in ["../m.safetensors", "/etc/passwd", "a/b", "a/", "./a", ".", "..", "", "a\\\\b", "a\\u0000b"]
-    {
+    for name in [
+        "../m.safetensors",
+        "/etc/passwd",
+        "a/b",
+        "a/",
+        "./a",
+        ".",
+        "..",
+        "",
+        "a\\\\b",
+        "a\\u0000b",
+        "a\\n",
+        "\\u001b[1A",
+    ] {
         let error = index(index_of(&[("1.a", name)]).as_bytes(), &["plain file name"]);
         assert!(matches!(error, ShardError::ShardName { .. }), "{name}: {error}");
     }
@@ -567,7 +593,7 @@ fn a_link_to_itself() {
 #[test]
 fn causes_are_said_once_wherever_they_are() {
     let broken = shard_bytes(r#"{"2.a":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}"#, b"x");
-    let cause = "tensor `2.a` has the unknown dtype `Q4`";
+    let cause = "tensor `2.a` has the unknown dtype \"Q4\"";
     let tree = Tree::whole();
     tree.put(NAMES[1], &broken);
     let error = tree.refused(&[cause]);

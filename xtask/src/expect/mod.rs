@@ -20,5 +20,6 @@ pub use tensor::{Tensor, Tensors, Values, read_tensors, write_tensors};
 
 pub(crate) use compare::{Comparison, exceeds, relative_l2};
 pub(crate) use ranks::align;
+pub(crate) use read::FILES;
 pub(crate) use run::fits_context;
 pub(crate) use tensor::refuse_existing;

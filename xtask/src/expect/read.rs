@@ -12,6 +12,9 @@ const TENSORS: &str = "expected.safetensors";
 const JSON: &str = "expected.json";
 const TRACE: &str = "trace.safetensors";
 
+/// Names that expectations have in a folder.
+pub(crate) const FILES: [&str; 3] = [TENSORS, JSON, TRACE];
+
 /// What a run should give.
 #[derive(Clone, Debug)]
 pub struct Expectations {
@@ -29,10 +32,14 @@ impl Expectations {
     pub fn read(path: &Path) -> Result<Self> {
         let path = path.to_owned();
         let (tensors, json) = if path.is_dir() {
-            match (path.join(TENSORS), path.join(JSON)) {
-                (tensors, json) if tensors.is_file() || json.is_file() => (tensors, json),
-                _ => bail!("{} holds neither {TENSORS} nor {JSON} (docs/vectors.md)", path.display()),
+            let (tensors, json) = (path.join(TENSORS), path.join(JSON));
+            if !(is_there(&tensors)? | is_there(&json)?) {
+                bail!(
+                    "{} holds neither {TENSORS} nor {JSON}, one of which has the prompt (docs/vectors.md)",
+                    path.display()
+                );
             }
+            (tensors, json)
         } else {
             match path.extension().and_then(|e| e.to_str()) {
                 Some("json") => (path.with_extension("safetensors"), path.clone()),
@@ -43,18 +50,18 @@ impl Expectations {
                 ),
             }
         };
-        if !path.exists() {
+        if !path.is_dir() && !is_there(&path)? {
             bail!("{}: no such file or folder with expectations", path.display());
         }
         let mut expectations = Self { files: Vec::new(), tensors: Tensors::new(), json_greedy: None };
-        if tensors.is_file() {
+        if is_there(&tensors)? {
             expectations.add_tensors(&tensors)?;
-            let trace = tensors.with_file_name(TRACE);
-            if tensors.file_name().is_some_and(|name| name == TENSORS) && trace.is_file() {
-                expectations.add_tensors(&trace)?;
-            }
         }
-        if json.is_file() {
+        let trace = tensors.with_file_name(TRACE);
+        if tensors.file_name().is_some_and(|name| name == TENSORS) && is_there(&trace)? {
+            expectations.add_tensors(&trace)?;
+        }
+        if is_there(&json)? {
             expectations.add_json(&json)?;
         }
         ensure!(
@@ -65,9 +72,14 @@ impl Expectations {
         Ok(expectations)
     }
 
-    /// Expectations that a checkpoint carries in its own folder.
+    /// Expectations that a checkpoint carries in its own folder, if it has a file of one of the names.
+    ///
+    /// # Errors
+    /// Those of [`Expectations::read`].
     pub fn beside(dir: &Path) -> Result<Option<Self>> {
-        if dir.join(TENSORS).is_file() { Self::read(dir).map(Some) } else { Ok(None) }
+        let there = FILES.map(|name| is_there(&dir.join(name)));
+        let any = there.into_iter().try_fold(false, |any, there| there.map(|there| any | there))?;
+        any.then(|| Self::read(dir)).transpose()
     }
 
     fn add_tensors(&mut self, path: &Path) -> Result<()> {
@@ -188,5 +200,23 @@ impl Expectations {
             );
         }
         Ok(())
+    }
+}
+
+/// Whether there is a file of this name.
+///
+/// # Errors
+/// Something else has the name: it would be passed over, or, as a pipe, be read for ever.
+fn is_there(path: &Path) -> Result<bool> {
+    match std::fs::metadata(path) {
+        Ok(found) if found.is_file() => Ok(true),
+        Ok(_) => {
+            bail!("{} is not a regular file, so its expectations cannot be read: remove it", path.display())
+        }
+        Err(_) if path.is_symlink() => {
+            bail!("{} is a link that leads to no readable file: mend or remove it", path.display())
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error).with_context(|| format!("looking for {}", path.display())),
     }
 }

@@ -105,6 +105,9 @@ impl Tensor {
 /// Reads every tensor of a safetensors file of F32 and I32 tensors.
 pub fn read_tensors(path: &Path) -> Result<Tensors> {
     let reading = || format!("reading the tensors of {}", path.display());
+    // A pipe or a device would be read for ever.
+    let is_file = fs::metadata(path).with_context(reading)?.is_file();
+    ensure!(is_file, "{} is not a regular file: tensors are read from a .safetensors file", path.display());
     let bytes = fs::read(path).with_context(reading)?;
     let file = SafeTensors::deserialize(&bytes).with_context(reading)?;
     file.iter()
@@ -144,12 +147,23 @@ pub fn write_tensors(path: &Path, tensors: &Tensors, made_by: &str, replace: boo
     Ok(())
 }
 
-/// An error if `path` is taken, unless it is a file to `replace`. Links are refused, whatever they lead to.
+/// An error if `path` is taken, unless it is a file to `replace`. Links are refused, whatever they lead to, and so are
+/// pipes and devices. The same holds for the unfinished file that a write makes first.
 pub(crate) fn refuse_existing(path: &Path, replace: bool) -> Result<()> {
+    refuse_name(path, replace)?;
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    refuse_name(Path::new(&partial), true)
+}
+
+fn refuse_name(path: &Path, replace: bool) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(found) if found.is_dir() => bail!("{} is a directory: give the name of a file", path.display()),
         Ok(found) if found.is_symlink() => {
             bail!("{} is a symbolic link, which is not followed: give another name", path.display())
+        }
+        Ok(found) if !found.is_file() => {
+            bail!("{} is not a regular file: give another name", path.display())
         }
         Ok(_) if !replace => {
             bail!("{} exists: give another name, or --force to replace it", path.display())

@@ -28,7 +28,7 @@ Examples:
   cargo xtask selfcheck
       the tiny checkpoints in fixtures/ of this repository, all expectations
   cargo xtask selfcheck --model /models/kimi-k3
-      cycles on a checkpoint of yours; with expected.safetensors in its folder, those too
+      cycles on a checkpoint of yours; with expected.safetensors or .json in its folder, those too
   cargo xtask selfcheck --model /models/kimi-k3 --expect /data/other-engine.safetensors
       against the results of any engine, in the format of docs/vectors.md
   cargo xtask selfcheck --device reference

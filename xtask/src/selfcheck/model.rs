@@ -153,7 +153,10 @@ pub(super) fn check<D: Device>(
         (expected.prompt(config.vocab_size)?, expected.continuation())
     } else {
         let context = config.max_position_embeddings;
-        let tokens = args.tokens.unwrap_or(PROMPT).min(context);
+        if let Some(tokens) = args.tokens.filter(|&tokens| tokens > context) {
+            bail!("--tokens {tokens} does not fit the model's context of {context}");
+        }
+        let tokens = args.tokens.unwrap_or(PROMPT.min(context));
         (fixed_prompt(&engine, tokens)?, CONTINUATION.min(context - tokens))
     };
     let ignore_indexer = ignores_indexer(&engine);
@@ -167,6 +170,7 @@ pub(super) fn check<D: Device>(
         Ok(()) => report.checks.insert(0, Check::of("finite", true, Found::Nothing, "")),
         // The files are readable, and what they hold is no model: a result, not an obstacle.
         Err(Ok(RunError::Span(error))) => {
+            report.explanation.push(format!("first divergence: {error}"));
             report.checks.insert(0, Check::of("finite", false, Found::Nothing, error.to_string()));
         }
         Err(Ok(error)) => return Err(error).with_context(|| format!("running {}", report.model)),
@@ -228,10 +232,14 @@ fn fill<D: Device>(
         note,
     ));
     let (found, reordered) = align(&expected.tensors, recording.tensors);
-    report.checks.extend(compare(expected, &found, sizes, bounds.model));
-    report.reordered = reordered;
     report.forced = divergence::forced(engine, prompt, expected, sizes)?;
-    report.checks.extend(divergence::forced_checks(report.forced.as_deref(), sizes, bounds.sublayer));
+    let mut compared = compare(expected, &found, sizes, bounds.model);
+    compared.extend(divergence::forced_checks(report.forced.as_deref(), sizes, bounds.sublayer));
+    if compared.iter().all(|check| check.outcome == Outcome::Skipped) {
+        compared.insert(0, nothing_compared(args, expected));
+    }
+    report.checks.extend(compared);
+    report.reordered = reordered;
     report.divergence = divergence::locate(expected, &found, sizes, bounds.model);
     report.explanation = divergence::explain(
         &report.checks,
@@ -240,6 +248,22 @@ fn fill<D: Device>(
         bounds.sublayer,
     );
     Ok(())
+}
+
+/// Expectations that hold nothing to compare are no agreement; if they were asked for, that is a failure.
+fn nothing_compared(args: &Args, expected: &Expectations) -> Check {
+    let names: Vec<&str> = expected.tensors.keys().map(String::as_str).collect();
+    let note = format!(
+        "nothing was compared: {} holds no expected result for this run, only {}; docs/vectors.md lists the tensors \
+         that can be compared",
+        expected.files_text(),
+        names.join(", ")
+    );
+    if args.expect.is_some() {
+        Check::of("expectations", false, Found::Nothing, note)
+    } else {
+        Check::skipped("expectations", note)
+    }
 }
 
 fn run_cycle<D: Device>(

@@ -180,7 +180,7 @@ fn headline(report: &Report) -> String {
     let mut parts = Vec::new();
     if let Some((relative_l2, worst, max_abs)) = distance("logits") {
         parts.push(format!(
-            "; logits rel-L2 {relative_l2:.1e} worst position {worst:.1e} max-abs {max_abs:.1e}"
+            "logits rel-L2 {relative_l2:.1e} worst position {worst:.1e} max-abs {max_abs:.1e}"
         ));
     }
     for (name, label) in [
@@ -193,7 +193,7 @@ fn headline(report: &Report) -> String {
             parts.push(format!("{label} {equal}/{of}"));
         }
     }
-    parts.join(", ")
+    if parts.is_empty() { String::new() } else { format!("; {}", parts.join(", ")) }
 }
 
 fn with(report: &Report, outcome: Outcome) -> impl Iterator<Item = &Check> {

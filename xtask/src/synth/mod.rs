@@ -19,6 +19,8 @@ use clap::ValueEnum;
 use indicatif::DecimalBytes;
 use k3_format::Variant;
 
+use crate::output::say;
+
 pub use geometry::Geometry;
 pub use write::{Progress, Summary, SynthOptions, write};
 
@@ -125,7 +127,7 @@ pub fn run(args: &Args) -> Result<()> {
     let geometry = args.geometry()?;
     let options = SynthOptions { seed: args.seed, sparse: args.sparse };
     let plan = write::plan(&geometry)?;
-    println!(
+    say(format_args!(
         "{}, {} layers, {} experts a layer: {} tensors, {} of weights in {} shards{}",
         geometry.variant(),
         geometry.model.layers.len(),
@@ -134,13 +136,12 @@ pub fn run(args: &Args) -> Result<()> {
         DecimalBytes(plan.data_bytes),
         plan.shards,
         if args.sparse { ", as holes" } else { "" },
-    );
+    ))?;
     let mut shown = crate::progress::Progress::bytes("writing", plan.data_bytes);
     let summary = write(&args.dir, &geometry, &options, &mut |progress| shown.set(progress.bytes_done))?;
     drop(shown);
     if let Some(tokenizer) = &args.tokenizer {
         tokenizer::copy(tokenizer, &args.dir)?;
     }
-    println!("wrote {} ({} in files)", args.dir.display(), DecimalBytes(summary.file_bytes));
-    Ok(())
+    say(format_args!("wrote {} ({} in files)", args.dir.display(), DecimalBytes(summary.file_bytes)))
 }

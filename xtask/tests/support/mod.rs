@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
 
 use tempfile::TempDir;
 use xtask::expect::{Tensor, Tensors, Values, read_tensors, write_tensors};
@@ -81,4 +82,19 @@ pub(crate) fn on(model: impl Into<PathBuf>, expect: Option<&Path>) -> selfcheck:
         cycles: 1,
         ..selfcheck::Args::default()
     }
+}
+
+/// Runs the program with its output to `stdout`.
+pub(crate) fn program(args: &[&str], stdout: impl Into<Stdio>) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
+    command.args(args).env_remove("RUST_LOG").stdout(stdout).stderr(Stdio::piped());
+    command.spawn().unwrap().wait_with_output().unwrap()
+}
+
+/// Runs the program with its output to a pipe that nobody reads: its exit code and what it says on stderr.
+pub(crate) fn unread(args: &[&str]) -> (Option<i32>, String) {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = program(args, writer);
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }

@@ -6,6 +6,7 @@ use std::ops::RangeInclusive;
 use serde_json::{Map, Value};
 
 use super::MAX_LAYERS;
+use crate::printable::printable;
 
 /// One field of a config file that is missing or cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,7 +42,8 @@ impl<'a> Fields<'a> {
 
     /// The full path of `key`.
     pub(crate) fn path(&self, key: &str) -> String {
-        if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
+        let key = printable(key);
+        if self.path.is_empty() { key.into_owned() } else { format!("{}.{key}", self.path) }
     }
 
     pub(crate) fn get(&mut self, key: &'static str) -> Option<&'a Value> {
@@ -210,7 +212,7 @@ pub(crate) fn show(value: Option<&Value>) -> String {
     let text = match value {
         Value::Object(map) => format!("an object of {} keys", map.len()),
         Value::Array(list) if list.len() > 8 => format!("a list of {} entries", list.len()),
-        other => other.to_string(),
+        other => printable(&other.to_string()).into_owned(),
     };
     if text.chars().count() <= LONGEST {
         return text;

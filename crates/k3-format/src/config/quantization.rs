@@ -200,7 +200,7 @@ fn model_opt(fields: &mut Fields<'_>) -> Option<QuantizationConfig> {
 
 /// Whether a module name or pattern, in any of the spellings that loaders probe, speaks of a bank of routed experts or
 /// of a part of one. `shared_experts` is another module.
-pub(crate) fn names_routed_experts(name: &str) -> bool {
+pub(super) fn names_routed_experts(name: &str) -> bool {
     let plain = |part: &'_ str| part.trim_matches(|c: char| !c.is_alphanumeric() && c != '_') == "experts";
     name.split('.').any(plain)
 }

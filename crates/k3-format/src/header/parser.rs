@@ -10,6 +10,7 @@ use serde::de::{
 };
 
 use super::{Entry, Header, HeaderError, MAX_RANK};
+use crate::printable::is_printable;
 
 const METADATA: &str = "__metadata__";
 
@@ -104,6 +105,9 @@ impl Visitor<'_> for Key<'_> {
                 return Err(self.0.fail(HeaderError::DuplicateKey { name: name.to_owned() }));
             }
             return Ok(KeyKind::Metadata);
+        }
+        if !is_printable(name) {
+            return Err(self.0.fail(HeaderError::ControlInName { name: name.to_owned() }));
         }
         let names = &mut self.0.header.names;
         let (Ok(name_len), Ok(name_at)) = (u16::try_from(name.len()), u32::try_from(names.len())) else {

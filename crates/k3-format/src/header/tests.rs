@@ -47,6 +47,17 @@ fn accept(json: &str, data_len: u64) {
 }
 
 #[test]
+fn names_that_act_on_a_terminal() {
+    for name in ["a\\nb", "\\u001b[2K", "\\u009b31m", "a\\u007f", "\\u0000", "a\\u202eb"] {
+        let json = header(&[u8s(name, 0, 8)]);
+        let error = Header::parse(json.as_bytes()).expect_err(&json);
+        assert!(matches!(error, HeaderError::ControlInName { .. }), "{error}");
+        assert!(crate::printable::is_printable(&error.to_string()), "{error:?}");
+    }
+    accept(&header(&[u8s("norm \u{e9}\u{6743}", 0, 8)]), 8);
+}
+
+#[test]
 fn valid_headers() {
     accept("{}", 0);
     accept("{}   ", 0);
@@ -105,8 +116,8 @@ fn invalid_headers() {
     refuse(r#"{"__metadata__":{"a":1}}"#, "expected a string");
     refuse(r#"{"__metadata__":null}"#, "expected `__metadata__` to map strings to strings");
     refuse(r#"{"__metadata__":{},"__metadata__":{}}"#, "the header has `__metadata__` twice");
-    refuse(&one("MXFP4", "[1]", 0, 1), "tensor `t` has the unknown dtype `MXFP4`");
-    refuse(&one("u8", "[1]", 0, 1), "tensor `t` has the unknown dtype `u8`");
+    refuse(&one("MXFP4", "[1]", 0, 1), "tensor `t` has the unknown dtype \"MXFP4\"");
+    refuse(&one("u8", "[1]", 0, 1), "tensor `t` has the unknown dtype \"u8\"");
     refuse(&one("U8", "[1,1,1,1,1,1,1,1,1]", 0, 1), "tensor `t` has more than 8 dimensions");
     refuse(
         &one("U8", "[4294967296,4294967296]", 0, 1),

@@ -121,6 +121,62 @@ fn each_matrix_has_its_own_global_scale() {
     }
 }
 
+/// `stored` as the global scale of one matrix: accepted, or refused with these words.
+fn check_global(format: ExpertFormat, stored: f32, refused: Option<&str>) {
+    let mut s = snapshot();
+    to_nvfp4(&mut s, format);
+    let part = if format == ExpertFormat::Nvfp4ModelOpt { "weight_scale_2" } else { "weight_global_scale" };
+    let name = format!("{EXPERT}.w2.{part}");
+    s.get(&name).bytes = f32s(&[stored]);
+    let Some(words) = refused else {
+        let globals = s.good().experts().global_scales(1, 0).expect("an expert").expect("NVFP4 has them");
+        assert_eq!(globals[1].stored(), stored);
+        return;
+    };
+    match s.problem() {
+        TensorProblem::Value { name: n, what } => {
+            assert_eq!(n, name);
+            assert!(what.contains(words) && what.contains(&stored.to_string()), "{what}");
+            let both = what.contains("weight_scale_2 is a factor")
+                && what.contains("weight_global_scale is a divisor");
+            assert!(both || !words.contains("inverse"), "{what}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_global_scale_in_the_inverse_sense_is_refused() {
+    use ExpertFormat::{Nvfp4CompressedTensors as Divisor, Nvfp4ModelOpt as Factor};
+    for good in [1.0, 8.0, 64.0, 1e-4, 2f32.powi(-13), 2f32.powi(-126)] {
+        check_global(Factor, good, None);
+    }
+    for good in [1.0, 0.125, 0.015_625, 1e4, 2f32.powi(13), 2f32.powi(126)] {
+        check_global(Divisor, good, None);
+    }
+    for bad in [64.1, 2f32.powi(13), 26_880.0, f32::MAX] {
+        check_global(Factor, bad, Some("inverse sense, a divisor in the place of a factor"));
+    }
+    for bad in [0.0155, 2f32.powi(-13), 1e-4, f32::MIN_POSITIVE] {
+        check_global(Divisor, bad, Some("inverse sense, a factor in the place of a divisor"));
+    }
+    for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-40] {
+        check_global(Factor, bad, Some("a normal number above 0"));
+        check_global(Divisor, bad, Some("a normal number above 0"));
+    }
+    check_global(Divisor, f32::MAX, Some("no normal number as factor"));
+}
+
+#[test]
+fn swapped_conventions_are_refused_for_every_matrix() {
+    let mut s = snapshot();
+    to_nvfp4(&mut s, ExpertFormat::Nvfp4ModelOpt);
+    let scales = s.tensors.iter_mut().filter(|t| t.name.ends_with("weight_scale_2"));
+    // As published trees have it, and the other way round.
+    scales.for_each(|t| t.bytes = f32s(&[8192.0]));
+    assert_eq!(s.problems().1, 4 * 8 * 3);
+}
+
 /// Changing the experts of layer 1, expert 0, w1 gives this problem and no other.
 fn check(format: ExpertFormat, change: impl Fn(&mut Snapshot), expected: impl Fn(&TensorProblem) -> bool) {
     let mut s = snapshot();
@@ -239,6 +295,8 @@ fn config_and_experts_must_agree() {
 fn an_ignore_list_that_names_the_experts_is_reported() {
     for entry in [
         "re:.*block_sparse_moe\\.experts.*",
+        "re:.*block_sparse_moe.*",
+        "re:.*",
         "language_model.model.layers.1.block_sparse_moe.experts",
         "experts",
     ] {
@@ -250,6 +308,19 @@ fn an_ignore_list_that_names_the_experts_is_reported() {
         assert_eq!(warnings.iter().filter(|w| reported(w)).count(), 1, "{entry}: {warnings:?}");
         assert_eq!(warnings.len(), 2);
     }
+}
+
+#[test]
+fn an_ignore_pattern_that_cannot_be_judged_is_reported() {
+    let mut s = snapshot();
+    s.text()["quantization_config"]["ignore"] = json!(["re:.*shared_experts.*", "re:(", "lm_head"]);
+    let warnings: Vec<Warning> = s.good().warnings().to_vec();
+    let reported: Vec<&Warning> = warnings
+        .iter()
+        .filter(|w| matches!(w, Warning::IgnorePattern { entry, .. } if entry == "re:("))
+        .collect();
+    assert_eq!(reported.len(), 1, "{warnings:?}");
+    assert!(reported[0].to_string().contains("\"re:(\""), "{}", reported[0]);
 }
 
 #[test]

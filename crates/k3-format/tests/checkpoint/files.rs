@@ -86,3 +86,51 @@ fn indexer_names() {
     symlink("names.json", dir.path().join("link.json")).expect("link");
     IndexerNames::load(&dir.path().join("link.json")).expect("follows the link");
 }
+
+#[test]
+fn repeated_keys() {
+    let mut snapshot = Snapshot::of("dims-k31");
+    snapshot.generation = Some(serde_json::json!({"eos_token_id": 2}));
+    let dir = snapshot.write();
+    let check = |file: &str, from: &str, to: &str, key: &str| {
+        let path = dir.path().join(file);
+        let good = fs::read_to_string(&path).expect("read");
+        assert!(good.contains(from), "{good}");
+        fs::write(&path, good.replacen(from, to, 1)).expect("write");
+        let error = Checkpoint::open(dir.path(), &OpenOptions::default()).expect_err("a repeated key");
+        assert!(
+            matches!(&error, Error::RepeatedKey { key: k, file, .. } if k == key && *file == path),
+            "{error}"
+        );
+        assert!(error.to_string().contains(key) && error.to_string().contains("twice"), "{error}");
+        fs::write(&path, good).expect("write");
+    };
+    let eps = "\"rms_norm_eps\":";
+    check("config.json", eps, "\"rms_norm_eps\":1e-6,\"rms_norm_eps\":", "text_config.rms_norm_eps");
+    check(
+        "config.json",
+        eps,
+        "\"use_cache\":true,\"use_cache\":true,\"rms_norm_eps\":",
+        "text_config.use_cache",
+    );
+    check("config.json", "{", "{\"model_type\":\"kimi_k3\",", "model_type");
+    check("generation_config.json", "{", "{\"eos_token_id\":[3],", "eos_token_id");
+    Checkpoint::open(dir.path(), &OpenOptions::default()).expect("as it was");
+
+    let names = dir.path().join("names.json");
+    fs::write(&names, r#"{"query": "a", "query": "b"}"#).expect("write");
+    assert!(matches!(IndexerNames::load(&names), Err(Error::RepeatedKey { .. })));
+}
+
+#[test]
+fn keys_and_values_of_a_config_cannot_act_on_a_terminal() {
+    let mut snapshot = Snapshot::of("dims-k31");
+    snapshot.text().insert("\u{1b}[2Kkey\u{9b}".into(), 1.into());
+    let shown: Vec<String> = snapshot.good().warnings().iter().map(ToString::to_string).collect();
+    let shown = shown.join(" ");
+    assert!(shown.contains(r"\u{1b}[2Kkey\u{9b}") && !shown.contains(char::is_control), "{shown:?}");
+    snapshot.text().insert("hidden_act".into(), "\u{9b}2K\u{7f}".into());
+    let error = snapshot.open().expect_err("another activation").to_string();
+    assert!(error.contains(r"\u{9b}2K\u{7f}"), "{error:?}");
+    assert!(!error.replace('\n', "").contains(char::is_control), "{error:?}");
+}

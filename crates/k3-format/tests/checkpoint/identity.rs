@@ -57,8 +57,45 @@ fn a_changed_small_tensor_is_another_checkpoint() {
     check("language_model.model.layers.4.block_sparse_moe.gate.e_score_correction_bias", true);
     check("language_model.model.layers.4.block_sparse_moe.routed_expert_norm.weight", true);
     // What is too large to be read on opening.
-    check("language_model.lm_head.weight", false);
+    check("language_model.model.embed_tokens.weight", false);
     check("language_model.model.layers.4.block_sparse_moe.experts.0.w1.weight_packed", false);
+}
+
+#[test]
+fn changes_all_over_a_matrix_are_another_checkpoint() {
+    for name in [
+        "language_model.model.embed_tokens.weight",
+        "language_model.lm_head.weight",
+        "language_model.model.layers.0.mlp.down_proj.weight",
+        "language_model.model.layers.1.self_attn.q_conv1d.weight",
+        "language_model.model.layers.3.self_attn.kv_b_proj.weight",
+        "language_model.model.layers.4.self_attn.indexer.wk.weight",
+        "language_model.model.layers.4.block_sparse_moe.shared_experts.up_proj.weight",
+    ] {
+        let mut snapshot = Snapshot::of("dims-k31");
+        let before = snapshot.good().identity();
+        snapshot.get(name).bytes.iter_mut().step_by(2).for_each(|byte| *byte ^= 1);
+        assert_ne!(snapshot.good().identity(), before, "{name}");
+    }
+}
+
+#[test]
+fn keys_that_are_not_read_do_not_count() {
+    let mut snapshot = Snapshot::of("dims-k31");
+    let before = snapshot.good().identity();
+    snapshot.text().insert("use_cache".into(), json!("another value"));
+    snapshot.text().insert("temperature".into(), json!(0.5));
+    assert_eq!(snapshot.good().identity(), before);
+    for (key, value) in [
+        ("routed_scaling_factor", json!(1.75)),
+        ("activation_situ_beta", json!(5.0)),
+        ("max_position_embeddings", json!(12345)),
+        ("eos_token_id", json!([5, 6])),
+    ] {
+        let mut snapshot = Snapshot::of("dims-k31");
+        snapshot.text().insert(key.into(), value);
+        assert_ne!(snapshot.good().identity(), before, "{key}");
+    }
 }
 
 #[test]

@@ -149,13 +149,29 @@ fn files_beside_the_shards_are_read_or_refused() {
     let dir = snapshot.write();
     let open = || Checkpoint::open(dir.path(), &OpenOptions::default());
     let config = dir.path().join("config.json");
-    for (text, part) in [("{", "config.json"), ("<!doctype html><html>", "HTML page"), ("", "config.json")] {
+    let good = std::fs::read(&config).expect("read");
+    let wide: Vec<u8> = good.iter().flat_map(|&b| [b, 0]).collect();
+    let with_mark = |mark: &[u8], text: &[u8]| [mark, text].concat();
+    for (text, part) in [
+        (b"{".to_vec(), "config.json"),
+        (b"<!doctype html><html>".to_vec(), "HTML page"),
+        (b"".to_vec(), "config.json"),
+        (with_mark(b"\xef\xbb\xbf", &good), "behind a byte order mark; save it as UTF-8 without one"),
+        (with_mark(b"\xff\xfe", &wide), "text in UTF-16"),
+        (with_mark(b"\xfe\xff\0", &wide), "text in UTF-16"),
+        (wide.clone(), "text in UTF-16"),
+    ] {
         std::fs::write(&config, text).expect("write");
         let error = open().expect_err("no JSON").to_string();
         assert!(error.contains(part) && error.contains("config.json"), "{error}");
     }
     std::fs::remove_file(&config).expect("remove");
-    assert!(matches!(open(), Err(Error::ReadFile { file, .. }) if file == config));
+    std::fs::write(dir.path().join("tokenizer_config.json"), "{}").expect("write");
+    let error = open().expect_err("no config");
+    assert!(matches!(&error, Error::NoConfig { dir: d, .. } if d == dir.path()));
+    let words = "has no config.json; it holds 2 .safetensors file(s), model.safetensors.index.json, \
+                 tokenizer_config.json: download config.json";
+    assert!(error.to_string().contains(words), "{error}");
     // An absent shard explains more than an absent config.
     std::fs::remove_file(dir.path().join("model-00001-of-000002.safetensors")).expect("remove");
     assert!(matches!(open(), Err(Error::Shards(_))));

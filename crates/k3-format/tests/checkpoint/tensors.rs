@@ -2,8 +2,8 @@
 
 use k3_format::names::Names;
 use k3_format::{
-    Checkpoint, ConfigFile, Dtype, ExpertFormat, ExpertLayout, IndexerConfig, ModelConfig, OpenOptions, Role,
-    TensorId, TensorProblem, Warning,
+    Checkpoint, ConfigFile, Dtype, Error, ExpertFormat, ExpertLayout, IndexerConfig, LoadMode, ModelConfig,
+    OpenOptions, Role, TensorId, TensorProblem, Warning,
 };
 
 use crate::snapshot::{Snapshot, bf16s, f32s};
@@ -266,4 +266,40 @@ fn the_table_adds_up_to_the_release() {
     assert_eq!(sums(&k31), (2122 - 168 + 120, 506, 113_509_540_864 + 357_052_416));
     assert_eq!(ExpertLayout::new(&k3, ExpertFormat::Mxfp4).len, 17_547_264);
     assert_eq!(ExpertLayout::new(&k3, ExpertFormat::Nvfp4CompressedTensors).len, 18_579_456);
+}
+
+/// `value` in a matrix of `cols` columns is refused when it is read, at its place; mapped, it is not looked at.
+fn check_not_finite(id: TensorId, name: &str, at: usize, value: f32) {
+    let mut s = Snapshot::of("dims-k31");
+    let tensor = s.get(name);
+    let cols = tensor.shape[1] as usize;
+    let size = if tensor.dtype == "F32" { 4 } else { 2 };
+    tensor.bytes[at * size..][..size].copy_from_slice(&value.to_le_bytes()[4 - size..]);
+    match s.good().matrix(id) {
+        Err(Error::NotFinite { name: n, row, column, value: v, file }) => {
+            assert_eq!((n.as_str(), row, column), (name, at / cols, at % cols));
+            assert!(!v.is_finite() && (v.is_nan() == value.is_nan()) && (v.is_nan() || v == value), "{v}");
+            let text = Error::NotFinite { name: n, row, column, value: v, file }.to_string();
+            assert!(text.contains(name) && text.contains("get the file again"), "{text}");
+        }
+        other => panic!("{name}: {other:?}"),
+    }
+    s.open_with(&OpenOptions::default().load(LoadMode::Map))
+        .and_then(|c| c.matrix(id))
+        .expect("not looked at");
+}
+
+#[test]
+fn values_of_matrices_must_be_finite() {
+    let layer = |layer: usize, rest: &str| format!("language_model.model.layers.{layer}.{rest}.weight");
+    check_not_finite(TensorId::layer(3, Role::KvBProj), &layer(3, "self_attn.kv_b_proj"), 0, f32::NAN);
+    check_not_finite(TensorId::layer(1, Role::QProj), &layer(1, "self_attn.q_proj"), 131, f32::INFINITY);
+    check_not_finite(TensorId::layer(4, Role::GProj), &layer(4, "self_attn.g_proj"), 77, f32::NEG_INFINITY);
+    check_not_finite(TensorId::layer(0, Role::MlpUpProj), &layer(0, "mlp.up_proj"), 5, f32::INFINITY);
+    check_not_finite(TensorId::layer(2, Role::RouterGate), &layer(2, "block_sparse_moe.gate"), 9, f32::NAN);
+    check_not_finite(TensorId::model(Role::LmHead), "language_model.lm_head.weight", 200, f32::NAN);
+
+    let mut s = Snapshot::of("dims-k31");
+    s.get("language_model.model.embed_tokens.weight").bytes[..2].copy_from_slice(&[0x80, 0x7f]);
+    s.good().matrix(TensorId::model(Role::EmbedTokens)).expect("a row that may never be used");
 }
