@@ -10,6 +10,9 @@
 
 #![allow(clippy::inline_always, reason = "the bodies must be compiled inside each target-feature wrapper")]
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -113,24 +116,72 @@ pub fn matmul_rows(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f
     }
 }
 
+/// The inner loops of one instruction set. All give the same bits.
+trait Loops {
+    fn dot_f32(w: &[f32], x: &[f32]) -> f32;
+    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32;
+    fn decode_codes(packed: &[u8], values: &mut [f32]);
+}
+
+/// The loops as compilers make them for whatever the caller is compiled for.
+struct Plain;
+
+impl Loops for Plain {
+    #[inline(always)]
+    fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
+        dot_f32(w, x)
+    }
+    #[inline(always)]
+    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
+        dot_blocks(codes, scales, x)
+    }
+    #[inline(always)]
+    fn decode_codes(packed: &[u8], values: &mut [f32]) {
+        decode_codes(packed, values);
+    }
+}
+
+/// Only for [`matmul_rows_avx512`], which is what makes its calls sound.
+#[cfg(target_arch = "x86_64")]
+struct Avx512;
+
+#[cfg(target_arch = "x86_64")]
+impl Loops for Avx512 {
+    #[inline(always)]
+    fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
+        // SAFETY: called under `matmul_rows_avx512` alone, where AVX-512 F has been found.
+        unsafe { avx512::dot_f32(w, x) }
+    }
+    #[inline(always)]
+    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
+        // SAFETY: as above.
+        unsafe { avx512::dot_blocks(codes, scales, x) }
+    }
+    #[inline(always)]
+    fn decode_codes(packed: &[u8], values: &mut [f32]) {
+        // SAFETY: as above.
+        unsafe { avx512::decode_codes(packed, values) }
+    }
+}
+
 /// The same as [`matmul_rows`], compiled for the baseline of the target.
 ///
 /// # Panics
 /// As [`matmul_rows`].
 pub fn matmul_rows_portable(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
-    matmul_rows_body(w, rows, x, out);
+    matmul_rows_body::<Plain>(w, rows, x, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn matmul_rows_avx2(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
-    matmul_rows_body(w, rows, x, out);
+    matmul_rows_body::<Plain>(w, rows, x, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn matmul_rows_avx512(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
-    matmul_rows_body(w, rows, x, out);
+    matmul_rows_body::<Avx512>(w, rows, x, out);
 }
 
 /// What the kernels of this process are compiled for.
@@ -168,7 +219,7 @@ pub fn instruction_set() -> InstructionSet {
 }
 
 #[inline(always)]
-fn matmul_rows_body(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+fn matmul_rows_body<L: Loops>(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
     let n = x.n;
     if n == 0 {
         return;
@@ -190,15 +241,15 @@ fn matmul_rows_body(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [
         for k in 0..count {
             let (values, scales) =
                 (&mut values[k * x.stride..(k + 1) * x.stride], &mut scales[k * steps..(k + 1) * steps]);
-            decode(w.row(first + k), values, scales);
+            decode::<L>(w.row(first + k), values, scales);
         }
         for i in 0..n {
             let x_row = x.row(i);
             for k in 0..count {
                 let values = &values[k * x.stride..(k + 1) * x.stride];
                 out[k * n + i] = match x.layout {
-                    Layout::Natural => dot_f32(values, x_row),
-                    Layout::EvenOdd => dot_blocks(values, &scales[k * steps..(k + 1) * steps], x_row),
+                    Layout::Natural => L::dot_f32(values, x_row),
+                    Layout::EvenOdd => L::dot_blocks(values, &scales[k * steps..(k + 1) * steps], x_row),
                 };
             }
         }
@@ -211,16 +262,16 @@ fn matmul_rows_body(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [
 /// A weight row in the layout of its activations. Block formats leave codes in `values`, and in `scales` two block
 /// scales per 32 columns: the one of lanes 0..8 (columns 0..16) and the one of lanes 8..16.
 #[inline(always)]
-fn decode(row: Row<'_>, values: &mut [f32], scales: &mut [[f32; 2]]) {
+fn decode<L: Loops>(row: Row<'_>, values: &mut [f32], scales: &mut [[f32; 2]]) {
     match row {
         Row::F32(w) => values[..w.len()].copy_from_slice(w),
         Row::Bf16(w) => values.iter_mut().zip(w).for_each(|(v, w)| *v = widen(*w)),
         Row::Mxfp4 { packed, scale } => {
-            decode_codes(packed, values);
+            L::decode_codes(packed, values);
             scales.iter_mut().zip(scale).for_each(|(s, e)| *s = [e.to_f32(); 2]);
         }
         Row::Nvfp4 { packed, scale, .. } => {
-            decode_codes(packed, values);
+            L::decode_codes(packed, values);
             for (s, e) in scales.iter_mut().zip(scale.chunks(2)) {
                 // A last half step has no second block; its codes are zero.
                 *s = [e[0].to_f32(), e.get(1).map_or(0.0, |e| e.to_f32())];
@@ -240,9 +291,14 @@ fn decode_codes(packed: &[u8], values: &mut [f32]) {
             values[LANES + j] = code_value(bytes[j] >> 4);
         }
     }
-    // NVFP4 rows may end in half a step; the other half stays zero.
-    if let Some(values) = steps.get_mut(bytes.len()) {
-        for (j, &byte) in rest.iter().enumerate() {
+    decode_half_step(rest, steps.get_mut(bytes.len()));
+}
+
+/// NVFP4 rows may end in half a step; its other half stays zero.
+#[inline(always)]
+fn decode_half_step(packed: &[u8], values: Option<&mut [f32; STEP]>) {
+    if let Some(values) = values {
+        for (j, &byte) in packed.iter().enumerate() {
             values[j] = code_value(byte);
             values[LANES + j] = code_value(byte >> 4);
         }
@@ -301,11 +357,17 @@ pub fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
             high[j] += w[LANES + j] * x[LANES + j];
         }
     }
-    for (j, (w, x)) in rest.iter().zip(x_rest).enumerate() {
+    add_rest(&mut low, &mut high, rest, x_rest);
+    tree_sum(low, high)
+}
+
+/// The columns after the last whole step.
+#[inline(always)]
+fn add_rest(low: &mut [f32; LANES], high: &mut [f32; LANES], w: &[f32], x: &[f32]) {
+    for (j, (w, x)) in w.iter().zip(x).enumerate() {
         let lane = if j < LANES { &mut low[j] } else { &mut high[j - LANES] };
         *lane += w * x;
     }
-    tree_sum(low, high)
 }
 
 /// The sum of squares in f64, where no f32 overflows, in the fixed reduction shape of this module.

@@ -1,0 +1,102 @@
+//! The inner loops in 512-bit registers, where compilers do not find them by themselves. Bit for bit what the portable
+//! loops of [`super`] compute: the same lanes, products and sums apart, the same tree at the end.
+
+use std::arch::x86_64::{
+    __m512, _mm_loadu_si128, _mm512_add_ps, _mm512_cvtepu8_epi32, _mm512_loadu_ps, _mm512_mask_blend_ps,
+    _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_srli_epi32,
+    _mm512_storeu_ps,
+};
+
+use super::{LANES, STEP, add_rest, decode_half_step, tree_sum};
+use crate::E2M1;
+
+/// Lanes 8..16, which have the second scale of a step.
+const UPPER_HALF: u16 = 0xff00;
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(x: &[f32; LANES]) -> __m512 {
+    // SAFETY: 16 floats are there to be read; the load asks for no alignment.
+    unsafe { _mm512_loadu_ps(x.as_ptr()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn store(x: __m512) -> [f32; LANES] {
+    let mut out = [0.0; LANES];
+    // SAFETY: 16 floats are there to be written; the store asks for no alignment.
+    unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) };
+    out
+}
+
+/// The two rows of lanes of a step.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_step(x: &[f32; STEP]) -> (__m512, __m512) {
+    let (lanes, _) = x.as_chunks::<LANES>();
+    (load(&lanes[0]), load(&lanes[1]))
+}
+
+/// [`super::dot_f32`]
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
+    let (mut low, mut high) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+    let (steps, rest) = w.as_chunks::<STEP>();
+    let (x_steps, x_rest) = x.as_chunks::<STEP>();
+    for (w, x) in steps.iter().zip(x_steps) {
+        let ((w0, w1), (x0, x1)) = (load_step(w), load_step(x));
+        low = _mm512_add_ps(low, _mm512_mul_ps(w0, x0));
+        high = _mm512_add_ps(high, _mm512_mul_ps(w1, x1));
+    }
+    let (mut low, mut high) = (store(low), store(high));
+    add_rest(&mut low, &mut high, rest, x_rest);
+    tree_sum(low, high)
+}
+
+/// [`super::dot_blocks`]
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
+    let (mut even, mut odd) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+    let (codes, _) = codes.as_chunks::<STEP>();
+    let (x, _) = x.as_chunks::<STEP>();
+    let (code_pairs, code_last) = codes.as_chunks::<2>();
+    let (x_pairs, x_last) = x.as_chunks::<2>();
+    let (scale_pairs, scale_last) = scales.as_chunks::<2>();
+    for ((c, x), s) in code_pairs.iter().zip(x_pairs).zip(scale_pairs) {
+        even = add_step(even, &c[0], s[0], &x[0]);
+        odd = add_step(odd, &c[1], s[1], &x[1]);
+    }
+    if let ([c], [x], [s]) = (code_last, x_last, scale_last) {
+        even = add_step(even, c, *s, x);
+    }
+    tree_sum(store(even), store(odd))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn add_step(sum: __m512, c: &[f32; STEP], [s0, s1]: [f32; 2], x: &[f32; STEP]) -> __m512 {
+    let ((c0, c1), (x0, x1)) = (load_step(c), load_step(x));
+    let scale = _mm512_mask_blend_ps(UPPER_HALF, _mm512_set1_ps(s0), _mm512_set1_ps(s1));
+    let pair = _mm512_add_ps(_mm512_mul_ps(c0, x0), _mm512_mul_ps(c1, x1));
+    _mm512_add_ps(sum, _mm512_mul_ps(scale, pair))
+}
+
+/// [`super::decode_codes`]: the 16 values of a code are one register, so decoding is one permutation.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn decode_codes(packed: &[u8], values: &mut [f32]) {
+    let table = load(&E2M1::VALUES);
+    let (bytes, rest) = packed.as_chunks::<LANES>();
+    let (steps, _) = values.as_chunks_mut::<STEP>();
+    for (values, bytes) in steps.iter_mut().zip(bytes) {
+        // SAFETY: 16 bytes are there to be read; the load asks for no alignment.
+        let bytes = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) });
+        let (lanes, _) = values.as_chunks_mut::<LANES>();
+        // The permutation looks at the low four bits of an index only.
+        lanes[0] = store(_mm512_permutexvar_ps(bytes, table));
+        lanes[1] = store(_mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table));
+    }
+    decode_half_step(rest, steps.get_mut(bytes.len()));
+}
