@@ -18,7 +18,7 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
-use crate::{E2M1, Matrix, Row, WeightFormat};
+use crate::{E2M1, E8M0, Matrix, Row, WeightFormat};
 
 /// Width of one row of partial sums.
 const LANES: usize = 16;
@@ -120,6 +120,7 @@ pub fn matmul_rows(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f
 trait Loops {
     fn dot_f32(w: &[f32], x: &[f32]) -> f32;
     fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32;
+    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32;
     fn decode_codes(packed: &[u8], values: &mut [f32]);
 }
 
@@ -134,6 +135,10 @@ impl Loops for Plain {
     #[inline(always)]
     fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
         dot_blocks(codes, scales, x)
+    }
+    #[inline(always)]
+    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
+        dot_mxfp4(packed, scale, x)
     }
     #[inline(always)]
     fn decode_codes(packed: &[u8], values: &mut [f32]) {
@@ -156,6 +161,11 @@ impl Loops for Avx512 {
     fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
         // SAFETY: as above.
         unsafe { avx512::dot_blocks(codes, scales, x) }
+    }
+    #[inline(always)]
+    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
+        // SAFETY: as above.
+        unsafe { avx512::dot_mxfp4(packed, scale, x) }
     }
     #[inline(always)]
     fn decode_codes(packed: &[u8], values: &mut [f32]) {
@@ -224,11 +234,14 @@ fn matmul_rows_body<L: Loops>(w: &Matrix, rows: Range<usize>, x: &Activations, o
     if n == 0 {
         return;
     }
-    if n == 1 && w.format() == WeightFormat::Bf16 {
+    if n == 1 && matches!(w.format(), WeightFormat::Bf16 | WeightFormat::Mxfp4) {
+        // One row of activations: each weight is used once, so nothing is gained by decoding it to memory first.
         for (r, out) in rows.zip(out) {
-            if let Row::Bf16(row) = w.row(r) {
-                *out = dot_bf16(row, x.row(0));
-            }
+            *out = match w.row(r) {
+                Row::Bf16(row) => dot_bf16(row, x.row(0)),
+                Row::Mxfp4 { packed, scale } => L::dot_mxfp4(packed, scale, x.row(0)),
+                _ => unreachable!("of the two formats just asked for"),
+            };
         }
         return;
     }
@@ -268,7 +281,7 @@ fn decode<L: Loops>(row: Row<'_>, values: &mut [f32], scales: &mut [[f32; 2]]) {
         Row::Bf16(w) => values.iter_mut().zip(w).for_each(|(v, w)| *v = widen(*w)),
         Row::Mxfp4 { packed, scale } => {
             L::decode_codes(packed, values);
-            scales.iter_mut().zip(scale).for_each(|(s, e)| *s = [e.to_f32(); 2]);
+            scales.iter_mut().zip(scale).for_each(|(s, e)| *s = [scale_value(*e); 2]);
         }
         Row::Nvfp4 { packed, scale, .. } => {
             L::decode_codes(packed, values);
@@ -408,6 +421,35 @@ fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
         add_step(&mut even, c, *s, x);
     }
     tree_sum(even, odd)
+}
+
+/// [`dot_blocks`] of an MXFP4 row that is decoded on the way.
+#[inline(always)]
+fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
+    let mut sums = [[0.0; LANES]; 2];
+    let (bytes, _) = packed.as_chunks::<LANES>();
+    let (x, _) = x.as_chunks::<STEP>();
+    for (b, ((bytes, x), s)) in bytes.iter().zip(x).zip(scale).enumerate() {
+        let mut codes = [0.0; STEP];
+        decode_codes(bytes, &mut codes);
+        add_step(&mut sums[b % 2], &codes, [scale_value(*s); 2], x);
+    }
+    tree_sum(sums[0], sums[1])
+}
+
+/// [`E8M0::to_f32`] from a table.
+#[inline(always)]
+fn scale_value(scale: E8M0) -> f32 {
+    static VALUES: [f32; 256] = {
+        let mut values = [0.0; 256];
+        let mut byte = 0;
+        while byte < 256 {
+            values[byte] = E8M0(byte as u8).to_f32();
+            byte += 1;
+        }
+        values
+    };
+    VALUES[usize::from(scale.0)]
 }
 
 /// One step of a block format: lanes 0..8 have the first scale, lanes 8..16 the second.

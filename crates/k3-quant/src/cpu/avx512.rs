@@ -7,8 +7,8 @@ use std::arch::x86_64::{
     _mm512_storeu_ps,
 };
 
-use super::{LANES, STEP, add_rest, decode_half_step, tree_sum};
-use crate::E2M1;
+use super::{LANES, STEP, add_rest, decode_half_step, scale_value, tree_sum};
+use crate::{E2M1, E8M0};
 
 /// Lanes 8..16, which have the second scale of a step.
 const UPPER_HALF: u16 = 0xff00;
@@ -83,7 +83,46 @@ fn add_step(sum: __m512, c: &[f32; STEP], [s0, s1]: [f32; 2], x: &[f32; STEP]) -
     _mm512_add_ps(sum, _mm512_mul_ps(scale, pair))
 }
 
-/// [`super::decode_codes`]: the 16 values of a code are one register, so decoding is one permutation.
+/// [`super::dot_mxfp4`]
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
+    let table = load(&E2M1::VALUES);
+    let (mut even, mut odd) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+    let (bytes, _) = packed.as_chunks::<LANES>();
+    let (x, _) = x.as_chunks::<STEP>();
+    let (byte_pairs, byte_last) = bytes.as_chunks::<2>();
+    let (x_pairs, x_last) = x.as_chunks::<2>();
+    let (scale_pairs, scale_last) = scale.as_chunks::<2>();
+    for ((bytes, x), s) in byte_pairs.iter().zip(x_pairs).zip(scale_pairs) {
+        even = add_mxfp4(even, table, &bytes[0], s[0], &x[0]);
+        odd = add_mxfp4(odd, table, &bytes[1], s[1], &x[1]);
+    }
+    if let ([bytes], [x], [s]) = (byte_last, x_last, scale_last) {
+        even = add_mxfp4(even, table, bytes, *s, x);
+    }
+    tree_sum(store(even), store(odd))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn add_mxfp4(sum: __m512, table: __m512, bytes: &[u8; LANES], scale: E8M0, x: &[f32; STEP]) -> __m512 {
+    let ((c0, c1), (x0, x1)) = (codes(table, bytes), load_step(x));
+    let pair = _mm512_add_ps(_mm512_mul_ps(c0, x0), _mm512_mul_ps(c1, x1));
+    _mm512_add_ps(sum, _mm512_mul_ps(_mm512_set1_ps(scale_value(scale)), pair))
+}
+
+/// The values of 16 packed bytes: even columns, odd columns. The 16 values of a code are one register, so decoding is
+/// one permutation, which looks at the low four bits of an index only.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn codes(table: __m512, bytes: &[u8; LANES]) -> (__m512, __m512) {
+    // SAFETY: 16 bytes are there to be read; the load asks for no alignment.
+    let bytes = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) });
+    (_mm512_permutexvar_ps(bytes, table), _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table))
+}
+
+/// [`super::decode_codes`]
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn decode_codes(packed: &[u8], values: &mut [f32]) {
@@ -91,12 +130,10 @@ pub(super) fn decode_codes(packed: &[u8], values: &mut [f32]) {
     let (bytes, rest) = packed.as_chunks::<LANES>();
     let (steps, _) = values.as_chunks_mut::<STEP>();
     for (values, bytes) in steps.iter_mut().zip(bytes) {
-        // SAFETY: 16 bytes are there to be read; the load asks for no alignment.
-        let bytes = _mm512_cvtepu8_epi32(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) });
+        let (even, odd) = codes(table, bytes);
         let (lanes, _) = values.as_chunks_mut::<LANES>();
-        // The permutation looks at the low four bits of an index only.
-        lanes[0] = store(_mm512_permutexvar_ps(bytes, table));
-        lanes[1] = store(_mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table));
+        lanes[0] = store(even);
+        lanes[1] = store(odd);
     }
     decode_half_step(rest, steps.get_mut(bytes.len()));
 }
