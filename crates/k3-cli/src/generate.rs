@@ -1,23 +1,26 @@
 //! `k3 generate`: a prompt or a chat request in, a reply out.
 
-use std::io::{IsTerminal, Write as _, stderr, stdout};
+use std::io::{IsTerminal, stderr};
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::ValueEnum;
-use k3_format::GenerationConfig;
-use k3_graph::{Cpu, Device, ModelOptions, Reference};
+use k3_format::{Checkpoint, GenerationConfig};
+use k3_graph::{Cpu, Device, ModelOptions, Reference, check_tokens};
 use k3_runner::{
-    ChatEvent, ChatReply, Chatter, Engine, EngineOptions, Event, Finish, Generate, Generation, OpenProgress,
-    Sampling,
+    ChatError, ChatEvent, ChatReply, Chatter, Engine, EngineOptions, Event, Finish, Generate, Generation,
+    OpenProgress, Sampler, Sampling, check_vocabulary, prompt_ids,
 };
 use k3_tokenizer::{ControlText, StreamDecoder, Tokenizer};
-use k3_xtml::{ChatRequest, Message};
+use k3_xtml::{Channel, ChatRequest, EncodeOptions, Message, encode};
 
+use crate::output::{Output, tell};
 use crate::parse::{event_json, reply_json};
-use crate::prompt::read_request;
+use crate::prompt::{read, refused};
+use crate::request::apply;
 
 /// Generate a reply
 ///
@@ -40,16 +43,16 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 256)]
     max_tokens: usize,
     /// 0 takes the most likely token [default: generation_config.json, else 1]
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Keep this many of the most likely tokens; 0 keeps all [default: generation_config.json, else 0]
     #[arg(long)]
     top_k: Option<usize>,
     /// Keep the most likely tokens up to this sum of probabilities [default: generation_config.json, else 0.95]
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Drop tokens less likely than this share of the most likely
-    #[arg(long, default_value_t = Sampling::default().min_p)]
+    #[arg(long, default_value_t = Sampling::default().min_p, allow_negative_numbers = true)]
     min_p: f32,
     /// The same seed gives the same text
     #[arg(long, default_value_t = 0)]
@@ -69,8 +72,8 @@ pub(crate) struct Args {
     /// Run K3.1 without its indexer: another function than it was trained for, past the indexer's budget
     #[arg(long)]
     ignore_indexer: bool,
-    /// One JSON event a line on stdout, and the whole reply with its usage as the last line
-    #[arg(long)]
+    /// One JSON event a line on stdout, and the whole reply with its usage as the last line; for conversations
+    #[arg(long, conflicts_with_all = ["raw", "ids"])]
     json: bool,
 }
 
@@ -78,13 +81,13 @@ pub(crate) struct Args {
 #[group(required = true, multiple = false)]
 struct Input {
     /// A user's message
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Option<String>,
     /// An OpenAI chat request in a file, or - for stdin
     #[arg(long, value_name = "FILE")]
     chat: Option<PathBuf>,
     /// Text to continue as it is, without a conversation around it
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     raw: Option<String>,
     /// Token ids to continue; needs no tokenizer
     #[arg(long, value_name = "IDS", value_delimiter = ',')]
@@ -123,33 +126,56 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
+/// What is to be continued.
+enum Task {
+    /// A conversation, as ids that end in an open channel.
+    Chat(Tokenizer, Vec<u32>, Channel),
+    /// Text or ids.
+    Plain(Option<Tokenizer>, Vec<u32>),
+}
+
 fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
+    // Loading can take long: whatever can be refused without the weights is refused before.
+    let request = request(&args.input)?;
+    let tokenizer = || Tokenizer::open(args.tokenizer.as_deref().unwrap_or(&args.dir));
     let mut options = EngineOptions::default();
     options.chunk_tokens = args.chunk;
     options.model = ModelOptions::default().with_ignore_indexer(args.ignore_indexer);
-    // What fails fast comes first: the request, then the tokenizer, then the weights.
-    let request = match &args.input {
-        Input { prompt: Some(text), .. } => Some(ChatRequest::new(vec![Message::user(text.as_str())])),
-        Input { chat: Some(file), .. } => Some(read_request(file)?),
-        _ => None,
-    };
-    let needs_text = request.is_some() || args.input.raw.is_some();
-    let tokenizer = if needs_text {
-        Some(Tokenizer::open(args.tokenizer.as_deref().unwrap_or(&args.dir))?)
-    } else {
-        None
-    };
-    let engine = open(&args.dir, device, &options)?;
-    let generate = Generate {
+    let checkpoint = Arc::new(Checkpoint::open(&args.dir, &options.open)?);
+    let config = checkpoint.config();
+    let mut generate = Generate {
         max_tokens: args.max_tokens,
-        sampling: args.sampling(engine.checkpoint().generation_config()),
+        sampling: args.sampling(checkpoint.generation_config()),
         ignore_eos: args.ignore_eos,
         ..Generate::default()
     };
+    let task = match (&request, &args.input.raw) {
+        (Some((request, body)), _) => {
+            apply(body, &mut generate)?;
+            let tokenizer = tokenizer()?;
+            check_vocabulary(config, &tokenizer)?;
+            let prompt = encode(request, &EncodeOptions::default()).map_err(|e| refused(&e))?;
+            let channel = prompt.open_channel.ok_or(ChatError::NoGenerationPrompt)?;
+            let ids = prompt_ids(&tokenizer, &prompt)?;
+            Task::Chat(tokenizer, ids, channel)
+        }
+        (None, Some(text)) => {
+            let tokenizer = tokenizer()?;
+            check_vocabulary(config, &tokenizer)?;
+            let ids = tokenizer.encode(text);
+            Task::Plain(Some(tokenizer), ids)
+        }
+        (None, None) => Task::Plain(None, args.input.ids.clone()),
+    };
+    let (Task::Chat(_, ids, _) | Task::Plain(_, ids)) = &task;
+    check_tokens(config, ids, 0).context("the prompt cannot be run")?;
+    Sampler::new(generate.sampling.clone(), Vec::new())?;
+
+    let engine = load(checkpoint.clone(), device, &options)?;
     let s = &generate.sampling;
-    eprintln!(
-        "{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {} tokens",
-        engine.checkpoint().variant(),
+    tell(format_args!(
+        "{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {} tokens\n",
+        checkpoint.variant(),
         engine.model().device().kind(),
         s.temperature,
         s.top_k,
@@ -157,44 +183,59 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
         s.min_p,
         s.seed,
         generate.max_tokens
-    );
-    match (request, tokenizer) {
-        (Some(request), Some(tokenizer)) => chat(args, &engine, tokenizer, &request, &generate),
-        (None, Some(tokenizer)) => {
-            let ids = tokenizer.encode(args.input.raw.as_deref().unwrap_or_default());
-            complete(&engine, &ids, Some(&tokenizer), &generate)
+    ));
+    match task {
+        Task::Chat(tokenizer, ids, channel) => {
+            chat(args, &Chatter::new(&engine, tokenizer)?, &engine, &ids, channel, &generate)
         }
-        (_, None) => complete(&engine, &args.input.ids, None, &generate),
+        Task::Plain(tokenizer, ids) => complete(&engine, &ids, tokenizer.as_ref(), &generate),
     }
+}
+
+/// The chat request, and its JSON for the fields that are not the encoder's.
+fn request(input: &Input) -> Result<Option<(ChatRequest, String)>> {
+    Ok(match input {
+        Input { prompt: Some(text), .. } => {
+            Some((ChatRequest::new(vec![Message::user(text.as_str())]), String::new()))
+        }
+        Input { chat: Some(file), .. } => {
+            let body = read(file)?;
+            Some((ChatRequest::from_json(&body).map_err(|e| refused(&e))?, body))
+        }
+        _ => None,
+    })
 }
 
 fn chat<D: Device>(
     args: &Args,
+    chatter: &Chatter<'_, D>,
     engine: &Engine<D>,
-    tokenizer: Tokenizer,
-    request: &ChatRequest,
+    ids: &[u32],
+    channel: Channel,
     generate: &Generate,
 ) -> Result<()> {
-    let chatter = Chatter::new(engine, tokenizer)?;
     let mut clock = Clock::new();
-    let mut show = |event: ChatEvent| {
-        match event {
-            ChatEvent::Prefill { layers, of } => clock.prefill(layers, of),
-            ChatEvent::Reply(event) => {
-                clock.decoding();
-                if args.json {
-                    say(format_args!("{}\n", event_json(&event)));
-                } else {
-                    print_event(&event);
-                }
-            }
-            _ => {}
+    let mut out = Output::default();
+    let mut show = |event: ChatEvent| match event {
+        ChatEvent::Prefill { layers, of } => {
+            clock.prefill(layers, of);
+            ControlFlow::Continue(())
         }
-        ControlFlow::Continue(())
+        ChatEvent::Reply(event) => {
+            clock.decoding();
+            if args.json {
+                out.say(format_args!("{}\n", event_json(&event)))
+            } else {
+                print_event(&event, &mut out)
+            }
+        }
+        _ => ControlFlow::Continue(()),
     };
+    let mut sequence = engine.new_sequence()?;
     let ChatReply { reply, finish, usage, logits_hash, .. } =
-        chatter.reply(request, generate, &mut show).context("generating")?;
-    if args.json {
+        chatter.reply_to_ids(&mut sequence, ids, channel, generate, &mut show).context("generating")?;
+    // The statistics are told even if no one reads the reply any more.
+    let _ = if args.json {
         let mut whole = reply_json(&reply);
         whole["usage"] = serde_json::json!({
             "prompt_tokens": usage.prompt_tokens,
@@ -202,28 +243,32 @@ fn chat<D: Device>(
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         });
-        say(format_args!("{whole}\n"));
+        out.say(format_args!("{whole}\n"))
     } else if !reply.content.is_empty() && !reply.content.ends_with('\n') {
-        say(format_args!("\n"));
-    }
+        out.say(format_args!("\n"))
+    } else {
+        ControlFlow::Continue(())
+    };
     let reason = reply.finish_reason.map_or("cancelled", |r| r.as_str());
-    eprintln!(
-        "\nfinish_reason {reason} ({}); prompt {} tokens, completion {} of which {} reasoning",
+    tell(format_args!(
+        "\nfinish_reason {reason} ({}); prompt {} tokens, completion {} of which {} reasoning\n",
         ended(finish),
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.reasoning_tokens
-    );
+    ));
     if usage.reasoning_tokens > 0 && reply.content.is_empty() && finish == Finish::Length {
-        eprintln!("the limit came before an answer: raise --max-tokens, or ask for less reasoning_effort");
+        tell(format_args!(
+            "the limit came before an answer: raise --max-tokens, or ask for less reasoning_effort\n"
+        ));
     }
     if !reply.errors.is_empty() {
         let names: Vec<&str> = reply.errors.iter().map(|e| e.name()).collect();
-        eprintln!("repaired in the reply: {}", names.join(", "));
+        tell(format_args!("repaired in the reply: {}\n", names.join(", ")));
     }
     clock.report(engine, usage.prompt_tokens, usage.completion_tokens);
-    eprintln!("logits_hash {logits_hash}");
-    Ok(())
+    tell(format_args!("logits_hash {logits_hash}\n"));
+    out.finish().context("writing the reply to stdout")
 }
 
 /// Text or ids, continued without a conversation.
@@ -233,72 +278,69 @@ fn complete<D: Device>(
     tokenizer: Option<&Tokenizer>,
     generate: &Generate,
 ) -> Result<()> {
-    if ids.is_empty() {
-        bail!("the prompt has no tokens: there is nothing to continue");
-    }
     let mut clock = Clock::new();
+    let mut out = Output::default();
     let mut decoder = tokenizer.map(|t| StreamDecoder::new(t, ControlText::Spell));
-    let mut sequence = engine.new_sequence()?;
     let mut failed = None;
-    let Generation { tokens, finish, logits_hash, .. } =
-        engine.generate(&mut sequence, ids, generate, &mut |event| {
-            match event {
-                Event::Prefill { layers, of } => clock.prefill(layers, of),
-                Event::Token(id) => {
-                    clock.decoding();
-                    match decoder.as_mut().map(|d| d.push(id)) {
-                        Some(Ok(text)) => say(format_args!("{text}")),
-                        Some(Err(error)) => {
-                            failed = Some(error);
-                            return ControlFlow::Break(());
-                        }
-                        None => say(format_args!("{id} ")),
-                    }
-                }
-                _ => {}
-            }
+    let mut first = true;
+    let mut show = |event: Event| match event {
+        Event::Prefill { layers, of } => {
+            clock.prefill(layers, of);
             ControlFlow::Continue(())
-        })?;
-    say(format_args!("{}\n", decoder.map(|mut d| d.finish()).unwrap_or_default()));
+        }
+        Event::Token(id) => {
+            clock.decoding();
+            let separator = if std::mem::take(&mut first) { "" } else { " " };
+            match decoder.as_mut().map(|d| d.push(id)) {
+                Some(Ok(text)) => out.say(format_args!("{text}")),
+                Some(Err(error)) => {
+                    failed = Some(error);
+                    ControlFlow::Break(())
+                }
+                None => out.say(format_args!("{separator}{id}")),
+            }
+        }
+        _ => ControlFlow::Continue(()),
+    };
+    let Generation { tokens, finish, logits_hash, .. } =
+        engine.generate(&mut engine.new_sequence()?, ids, generate, &mut show)?;
+    let _ = out.say(format_args!("{}\n", decoder.map(|mut d| d.finish()).unwrap_or_default()));
     if let Some(error) = failed {
         return Err(error).context("the model gave an id that the tokenizer does not have");
     }
-    eprintln!("finished: {}; prompt {} tokens, completion {}", ended(finish), ids.len(), tokens.len());
+    tell(format_args!(
+        "finished: {}; prompt {} tokens, completion {}\n",
+        ended(finish),
+        ids.len(),
+        tokens.len()
+    ));
     clock.report(engine, ids.len(), tokens.len());
-    eprintln!("logits_hash {logits_hash}");
-    Ok(())
+    tell(format_args!("logits_hash {logits_hash}\n"));
+    out.finish().context("writing the reply to stdout")
 }
 
-fn open<D: Device>(dir: &Path, device: D, options: &EngineOptions) -> Result<Engine<D>> {
+fn load<D: Device>(checkpoint: Arc<Checkpoint>, device: D, options: &EngineOptions) -> Result<Engine<D>> {
+    for warning in checkpoint.warnings() {
+        tell(format_args!("note: {warning}\n"));
+    }
     let mut clock = Clock::new();
-    let engine = Engine::open(dir, device, options, &mut |progress| {
+    let engine = Engine::with_checkpoint(checkpoint, device, options, &mut |progress| {
         if let OpenProgress::Loaded { layers, of } = progress {
             clock.line("loading", layers, of);
         }
     })?;
     clock.clear();
-    for warning in engine.checkpoint().warnings() {
-        eprintln!("note: {warning}");
-    }
     Ok(engine)
 }
 
-fn print_event(event: &k3_xtml::Event) {
+fn print_event(event: &k3_xtml::Event, out: &mut Output) -> ControlFlow<()> {
     match event {
-        k3_xtml::Event::ReasoningDelta(text) => {
-            eprint!("{text}");
-            let _ = stderr().flush();
-        }
-        k3_xtml::Event::ContentDelta(text) => say(format_args!("{text}")),
-        k3_xtml::Event::ToolCall(_) => say(format_args!("{}\n", event_json(event))),
+        k3_xtml::Event::ReasoningDelta(text) => tell(format_args!("{text}")),
+        k3_xtml::Event::ContentDelta(text) => return out.say(format_args!("{text}")),
+        k3_xtml::Event::ToolCall(_) => return out.say(format_args!("{}\n", event_json(event))),
         k3_xtml::Event::Error(_) | k3_xtml::Event::Finish(_) => {}
     }
-}
-
-/// Writes to stdout at once. A reader that has gone away is no reason to stop: the statistics still count.
-fn say(text: std::fmt::Arguments<'_>) {
-    let mut out = stdout().lock();
-    let _ = out.write_fmt(text).and_then(|()| out.flush());
+    ControlFlow::Continue(())
 }
 
 fn ended(finish: Finish) -> String {
@@ -345,13 +387,12 @@ impl Clock {
         let elapsed = self.start.elapsed().as_secs_f64();
         let left = elapsed / done as f64 * (of - done) as f64;
         let (before, after) = if terminal { ("\r\x1b[K", "") } else { ("", "\n") };
-        eprint!("{before}{what}: layer {done} of {of}, {left:.0} s left{after}");
-        let _ = stderr().flush();
+        tell(format_args!("{before}{what}: layer {done} of {of}, {left:.0} s left{after}"));
     }
 
     fn clear(&mut self) {
         if self.shown.take().is_some() && stderr().is_terminal() {
-            eprint!("\r\x1b[K");
+            tell(format_args!("\r\x1b[K"));
         }
     }
 
@@ -359,11 +400,11 @@ impl Clock {
         let total = self.start.elapsed();
         let first = self.first_token.unwrap_or(total);
         let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
-        eprintln!(
-            "first token after {first:.2?} ({:.2} prompt tokens/s), then {:.2} tokens/s; experts: {}",
+        tell(format_args!(
+            "first token after {first:.2?} ({:.2} prompt tokens/s), then {:.2} tokens/s; experts: {}\n",
             rate(prompt, first),
             rate(completion.saturating_sub(1), total.saturating_sub(first)),
             engine.store().counters()
-        );
+        ));
     }
 }

@@ -4,8 +4,10 @@
 
 mod generate;
 mod inspect;
+mod output;
 mod parse;
 mod prompt;
+mod request;
 mod tokens;
 
 use std::process::ExitCode;
@@ -46,7 +48,7 @@ fn main() -> ExitCode {
         // The reader of a pipe has seen enough.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            output::tell(format_args!("error: {error:#}\n"));
             ExitCode::FAILURE
         }
     }

@@ -100,11 +100,6 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// A chat request from a file or, for `-`, from stdin, as a server reads it.
-pub(crate) fn read_request(path: &Path) -> Result<ChatRequest> {
-    ChatRequest::from_json(&read(path)?).map_err(|e| refused(&e))
-}
-
 /// A request as the vendor's function takes it: its roles and its tool choice as they are. Only the effort may also come
 /// by OpenAI's name.
 fn bare(text: &str) -> Result<ChatRequest, k3_xtml::EncodeError> {
@@ -114,7 +109,8 @@ fn bare(text: &str) -> Result<ChatRequest, k3_xtml::EncodeError> {
     Ok(request)
 }
 
-fn read(path: &Path) -> Result<String> {
+/// A request from a file or, for `-`, from stdin.
+pub(crate) fn read(path: &Path) -> Result<String> {
     if path == Path::new("-") {
         let mut text = String::new();
         std::io::stdin().lock().read_to_string(&mut text).context("reading the request from stdin")?;

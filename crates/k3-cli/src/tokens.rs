@@ -1,6 +1,6 @@
 //! `k3 tokenize` and `k3 detokenize`.
 
-use std::io::{BufRead, Read, Write, stdin, stdout};
+use std::io::{BufRead, BufWriter, Read, Write, stdin, stdout};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -47,8 +47,12 @@ pub(crate) fn tokenize(args: &TokenizeArgs) -> Result<()> {
     }
     let mut text = String::new();
     stdin().lock().read_to_string(&mut text).context("reading text from stdin")?;
-    let ids: Vec<String> = tokenizer.encode(&text).iter().map(u32::to_string).collect();
-    Ok(writeln!(out, "{}", ids.join(" "))?)
+    let mut out = BufWriter::new(out);
+    for (i, id) in tokenizer.encode(&text).into_iter().enumerate() {
+        write!(out, "{}{id}", if i == 0 { "" } else { " " })?;
+    }
+    writeln!(out)?;
+    Ok(out.flush()?)
 }
 
 pub(crate) fn detokenize(args: &DetokenizeArgs) -> Result<()> {

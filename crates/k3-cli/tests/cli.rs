@@ -248,3 +248,64 @@ fn ids_need_no_tokenizer() {
     assert!(fails(&["generate", &dir, "--ids", "512"], "").contains("512"));
     assert!(fails(&["generate", &dir, "--ids", "5", "--top-p", "0"], "").contains("top_p"));
 }
+
+/// Fields of a request are honoured, over the flags, or refused by name before anything is loaded.
+#[test]
+fn a_request_decides_about_its_generation() {
+    let model = tiny_with_bytes();
+    let dir = model.path().display().to_string();
+    let with = |field: &str, value: Value| {
+        let mut request = json!({"messages": [{"role": "user", "content": "hi"}]});
+        request[field] = value;
+        request.to_string()
+    };
+    let args = ["generate", &dir, "--chat", "-", "--max-tokens", "9", "--json"];
+    let lines = ok(&args, &with("max_tokens", json!(2)));
+    let whole: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+    assert_eq!(whole["usage"]["completion_tokens"], 2);
+    for (field, value) in [("n", json!(3)), ("stop", json!(["e"])), ("tool_choice", json!("banana"))] {
+        assert!(fails(&args, &with(field, value)).contains(field));
+    }
+    assert!(fails(&args, &with("top_p", json!(2))).contains("top_p"));
+    // The encoder's refusals keep their names, and none of this has printed the banner of a loaded model.
+    let error = fails(&args, &with("messages", json!([{"role": "alien", "content": ""}])));
+    assert!(error.starts_with("error: unknown_role: "), "{error}");
+    let no_reply = with("chat_template_kwargs", json!({"add_generation_prompt": false}));
+    assert!(fails(&args, &no_reply).contains("add_generation_prompt"));
+}
+
+#[test]
+fn arguments_of_generate() {
+    let model = tiny_with_bytes();
+    let dir = model.path().display().to_string();
+    // Text may begin with a hyphen.
+    ok(&["generate", &dir, "--prompt", "- buy milk", "--max-tokens", "1"], "");
+    assert!(
+        fails(&["generate", &dir, "--prompt", "hi", "--temperature", "-1"], "").contains("temperature is -1")
+    );
+    assert!(fails(&["generate", &dir, "--ids", "1", "--json"], "").contains("--json"));
+    assert!(fails(&["generate", &dir, "--raw", "hi", "--tokenizer", &small()], "").contains("1024"));
+    assert!(fails(&["generate", &dir, "--raw", ""], "").contains("there are no tokens"));
+    let long = "x".repeat(5000);
+    let error = fails(&["generate", &dir, "--raw", &long], "");
+    assert!(error.contains("5000") && error.contains("4096"), "{error}");
+}
+
+/// A reader that goes away ends the run early and quietly; a logger that goes away does not end it at all.
+#[cfg(unix)]
+#[test]
+fn closed_pipes() {
+    let model = tiny_with_bytes();
+    let dir = model.path().display().to_string();
+    let shell = |redirect: &str| {
+        let program = env!("CARGO_BIN_EXE_k3");
+        let script =
+            format!("'{program}' generate '{dir}' --ids 5,6 --max-tokens 40 --ignore-eos {redirect}");
+        Command::new("bash").args(["-c", &format!("{script}; exit ${{PIPESTATUS[0]}}")]).output().unwrap()
+    };
+    assert!(shell("2>&1 >/dev/null | true").status.success());
+    let out = shell("2> >(true)");
+    assert!(out.status.success());
+    assert_eq!(String::from_utf8_lossy(&out.stdout).split_whitespace().count(), 40);
+    assert!(shell("| head -c 1").status.success());
+}

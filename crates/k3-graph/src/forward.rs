@@ -6,6 +6,7 @@ mod plan;
 use std::ops::Range;
 
 use k3_experts::{ExpertRequest, ExpertStore, Phase};
+use k3_format::ModelConfig;
 
 use crate::device::{Conv, Device, IndexQuery, KdaStep, MlaAttend, SequenceRows};
 use crate::model::{Attention, GatedMlp, Indexer, Kda, Layer, Mla, Mlp, Model, Moe};
@@ -79,6 +80,27 @@ struct Pass<'a, 'o, D: Device> {
     failed: Vec<Option<SpanError>>,
 }
 
+/// Whether a model of this config could run `tokens` after a sequence that stands at `position`. A prompt that goes
+/// through in chunks is checked as a whole before the first; a program can check before it loads weights.
+pub fn check_tokens(config: &ModelConfig, tokens: &[u32], position: usize) -> Result<(), TokenError> {
+    let (vocab_size, context) = (config.vocab_size, config.max_position_embeddings);
+    if tokens.is_empty() {
+        return Err(TokenError::None);
+    }
+    for (index, &id) in tokens.iter().enumerate() {
+        if id as usize >= vocab_size {
+            return Err(TokenError::Unknown { index, id, vocab_size });
+        }
+        if Some(id) == config.tokens.media_placeholder {
+            return Err(TokenError::Media { index, id });
+        }
+    }
+    if position.saturating_add(tokens.len()) > context {
+        return Err(TokenError::Context { tokens: tokens.len(), position, context });
+    }
+    Ok(())
+}
+
 impl<D: Device> Model<D> {
     /// Runs the model over a batch of spans of different sequences and advances their states.
     ///
@@ -124,31 +146,9 @@ impl<D: Device> Model<D> {
         Ok(results)
     }
 
-    /// Whether `tokens` can follow a sequence that stands at `position`, without touching it. A prompt that goes through
-    /// in chunks is checked as a whole before the first.
-    pub fn check_tokens(&self, tokens: &[u32], position: usize) -> Result<(), TokenError> {
-        let (vocab_size, media) = (self.config.vocab_size, self.config.tokens.media_placeholder);
-        let context = self.config.max_position_embeddings;
-        if tokens.is_empty() {
-            return Err(TokenError::None);
-        }
-        for (index, &id) in tokens.iter().enumerate() {
-            if id as usize >= vocab_size {
-                return Err(TokenError::Unknown { index, id, vocab_size });
-            }
-            if Some(id) == media {
-                return Err(TokenError::Media { index, id });
-            }
-        }
-        if position.saturating_add(tokens.len()) > context {
-            return Err(TokenError::Context { tokens: tokens.len(), position, context });
-        }
-        Ok(())
-    }
-
     fn check(&self, batch: &[Span<'_, D>]) -> Result<(), ForwardError> {
         for (span, s) in batch.iter().enumerate() {
-            self.check_tokens(s.tokens, s.state.position)
+            check_tokens(&self.config, s.tokens, s.state.position)
                 .map_err(|source| ForwardError::Tokens { span, source })?;
             s.state.check(&self.state_shape).map_err(|source| ForwardError::State { span, source })?;
         }

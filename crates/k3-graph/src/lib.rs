@@ -30,7 +30,9 @@ mod state;
 
 pub use cpu::{Cpu, MAX_THREADS};
 pub use device::{Device, DeviceError, Routing, Selected, Selection};
-pub use forward::{ForwardError, Logits, LogitsWanted, Place, Span, SpanError, SpanResult, TokenError};
+pub use forward::{
+    ForwardError, Logits, LogitsWanted, Place, Span, SpanError, SpanResult, TokenError, check_tokens,
+};
 pub use k3_format::WeightSource;
 pub use model::{LoadError, Model, ModelOptions};
 pub use observer::{Observer, Point, Probe, Silent};

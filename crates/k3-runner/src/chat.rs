@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 
+use k3_format::ModelConfig;
 use k3_graph::Device;
 use k3_tokenizer::{Tokenizer, UnknownId, Utf8Stream};
 use k3_xtml::{
@@ -75,7 +76,8 @@ pub struct Usage {
     pub prompt_tokens: usize,
     /// Generated, reasoning and markers included.
     pub completion_tokens: usize,
-    /// Of those, the ones that gave reasoning text.
+    /// Of those, the ones that came while the think channel was open. Of a reply that turned out to have skipped its
+    /// thinking, none.
     pub reasoning_tokens: usize,
 }
 
@@ -114,10 +116,7 @@ pub enum ChatError {
 impl<'a, D: Device> Chatter<'a, D> {
     /// Joins an engine and the tokenizer of its checkpoint.
     pub fn new(engine: &'a Engine<D>, tokenizer: Tokenizer) -> Result<Self, ChatError> {
-        let (model, own) = (engine.model().config().vocab_size, tokenizer.vocab_size());
-        if model != own {
-            return Err(ChatError::Vocabulary { tokenizer: own, model });
-        }
+        check_vocabulary(engine.model().config(), &tokenizer)?;
         Ok(Self { engine, tokenizer })
     }
 
@@ -203,6 +202,12 @@ impl<'a, D: Device> Chatter<'a, D> {
     }
 }
 
+/// Whether the ids of `tokenizer` are those of the model.
+pub fn check_vocabulary(config: &ModelConfig, tokenizer: &Tokenizer) -> Result<(), ChatError> {
+    let (model, tokenizer) = (config.vocab_size, tokenizer.vocab_size());
+    if model == tokenizer { Ok(()) } else { Err(ChatError::Vocabulary { tokenizer, model }) }
+}
+
 /// The ids of a prompt: every segment is encoded alone, and only control segments become control ids.
 pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &Prompt) -> Result<Vec<u32>, ChatError> {
     let mut ids = Vec::new();
@@ -243,6 +248,9 @@ impl<'a> Reader<'a> {
     fn push(&mut self, id: u32) -> Result<Vec<k3_xtml::Event>, UnknownId> {
         let mut text = String::new();
         let mut events = Vec::new();
+        if self.parser.current_channel() == Some(Channel::Think) && !self.parser.is_ended() {
+            self.reasoning_tokens += 1;
+        }
         if let Some(spelling) = self.tokenizer.control_spelling(id) {
             // What was begun before a marker ends there.
             self.utf8.finish(&mut text);
@@ -254,8 +262,8 @@ impl<'a> Reader<'a> {
             self.utf8.push(self.tokenizer.token_bytes(id)?, &mut text);
             events.extend(self.text(&text));
         }
-        if events.iter().any(|e| matches!(e, k3_xtml::Event::ReasoningDelta(_))) {
-            self.reasoning_tokens += 1;
+        if events.contains(&k3_xtml::Event::Error(k3_xtml::ReplyError::SkippedThink)) {
+            self.reasoning_tokens = 0;
         }
         self.reply.extend(events.iter().cloned());
         Ok(events)
@@ -312,7 +320,10 @@ mod tests {
             let (reply, reasoning) = read(&script);
             assert_eq!((reply.reasoning_content.as_str(), reply.content.as_str()), ("Hm.", "Yes."), "{end}");
             assert_eq!(reply.finish_reason, Some(FinishReason::Stop));
-            assert!(reasoning > 0 && reply.errors.is_empty(), "{:?}", reply.errors);
+            // "Hm." and the three tokens and more that close think; not the answer.
+            let tokens = |part: &str| tokenizer().encode(part).len();
+            assert_eq!(reasoning, tokens("Hm.") + tokens("think") + 2);
+            assert!(reply.errors.is_empty(), "{:?}", reply.errors);
         }
     }
 

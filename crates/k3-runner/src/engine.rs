@@ -7,7 +7,7 @@ use k3_experts::{ExpertStore, MappedStore};
 use k3_format::{Checkpoint, OpenOptions};
 use k3_graph::{
     Device, DeviceError, ForwardError, Logits, LogitsWanted, Model, ModelOptions, Observer, SequenceState,
-    Silent, Span, SpanResult,
+    Silent, Span, SpanResult, check_tokens,
 };
 
 use crate::{Error, RunError};
@@ -111,12 +111,21 @@ impl<D: Device> Engine<D> {
         let dir = dir.as_ref();
         let checkpoint = Checkpoint::open(dir, &options.open)
             .map_err(|source| Error::Checkpoint { dir: dir.into(), source: Box::new(source) })?;
-        tracing::info!(dir = %dir.display(), "{checkpoint}");
-        for warning in checkpoint.warnings() {
-            tracing::warn!(dir = %dir.display(), "{warning}");
-        }
         progress(OpenProgress::Checked);
-        let checkpoint = Arc::new(checkpoint);
+        Self::with_checkpoint(Arc::new(checkpoint), device, options, progress)
+    }
+
+    /// Loads the pinned weights of a checkpoint that is open already, after whatever could be refused without them.
+    pub fn with_checkpoint(
+        checkpoint: Arc<Checkpoint>,
+        device: D,
+        options: &EngineOptions,
+        progress: &mut dyn FnMut(OpenProgress),
+    ) -> Result<Self, Error> {
+        tracing::info!(dir = %checkpoint.dir().display(), "{checkpoint}");
+        for warning in checkpoint.warnings() {
+            tracing::warn!(dir = %checkpoint.dir().display(), "{warning}");
+        }
         let store = Arc::new(MappedStore::new(checkpoint.clone()));
         Self::with_store(checkpoint, store, device, options, progress)
     }
@@ -211,7 +220,7 @@ impl<D: Device> Engine<D> {
         wanted: LogitsWanted,
         observer: &mut dyn Observer,
     ) -> Result<Logits, RunError> {
-        self.model.check_tokens(tokens, sequence.position())?;
+        check_tokens(self.model.config(), tokens, sequence.position())?;
         let mut logits = Logits::default();
         let chunks = tokens.chunks(self.chunk_tokens);
         let last = chunks.len() - 1;

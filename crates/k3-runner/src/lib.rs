@@ -26,7 +26,7 @@ mod generate;
 mod sampler;
 mod saved;
 
-pub use chat::{ChatError, ChatEvent, ChatReply, Chatter, Usage, prompt_ids};
+pub use chat::{ChatError, ChatEvent, ChatReply, Chatter, Usage, check_vocabulary, prompt_ids};
 pub use engine::{Engine, EngineOptions, OpenProgress, Sequence, Step};
 pub use error::{Error, RunError};
 pub use generate::{Event, Finish, Generate, Generation};

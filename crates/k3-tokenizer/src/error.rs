@@ -32,7 +32,7 @@ pub enum Error {
         found: Vec<String>,
     },
     /// A file could not be read.
-    #[error("reading {}: {source}", path.display())]
+    #[error("reading {}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum Error {
         found: usize,
     },
     /// `tokenizer_config.json` is not JSON of the expected form.
-    #[error("reading {}: {source}", path.display())]
+    #[error("reading {}", path.display())]
     Config {
         /// The file.
         path: PathBuf,
@@ -96,7 +96,7 @@ pub enum LineProblem {
         found: String,
     },
     /// The first field is not base64.
-    #[error("the token is not base64: {source}")]
+    #[error("the token is not base64")]
     Base64 {
         /// Where and why.
         source: base64::DecodeError,

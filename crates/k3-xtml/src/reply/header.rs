@@ -43,7 +43,7 @@ impl Tag {
     /// The first attribute of this key.
     pub(super) fn take(&mut self, key: &str) -> Option<String> {
         let place = self.attributes.iter().position(|(k, _)| k == key)?;
-        Some(self.attributes.swap_remove(place).1)
+        Some(self.attributes.remove(place).1)
     }
 }
 

@@ -66,6 +66,11 @@ impl ReplyParser {
         }
     }
 
+    /// The channel that is open now, as far as tags have been read.
+    pub fn current_channel(&self) -> Option<Channel> {
+        self.channel
+    }
+
     /// Takes the next piece and returns what it makes certain.
     pub fn push(&mut self, piece: Piece<'_>) -> Vec<Event> {
         let mut out = Vec::new();
