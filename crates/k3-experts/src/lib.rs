@@ -14,7 +14,7 @@ use k3_quant::Matrix;
 
 mod mapped;
 
-pub use mapped::MappedStore;
+pub use mapped::{MappedStore, READ_AHEAD};
 
 /// Index of a routed expert within its layer.
 pub type ExpertId = u32;
@@ -60,7 +60,8 @@ pub type Arrivals<'a> = Box<dyn Iterator<Item = Result<Expert, ExpertError>> + S
 pub trait ExpertStore: Send + Sync {
     /// Issues the reads of all experts in `request` and hands them over as they arrive.
     ///
-    /// The reads are under way when this returns; dropping the iterator abandons what did not arrive.
+    /// As many reads as the backend keeps in flight are under way when this returns; dropping the iterator abandons
+    /// what did not arrive.
     fn fetch<'a>(&'a self, request: ExpertRequest<'_>) -> Arrivals<'a>;
 
     /// A guess at what `layer` will ask for, the most likely first. Costs idle bandwidth at most, and may be

@@ -7,10 +7,14 @@ use k3_format::Checkpoint;
 
 use crate::{Arrivals, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore};
 
+/// Experts that are read ahead of the one handed over. A drive is busy with 4 to 8 of them in flight.
+pub const READ_AHEAD: usize = 8;
+
 /// Hands out experts as slices of the mapped shards, without a copy.
 ///
-/// The kernel is told of all experts of a request at once, so that it reads ahead of the arithmetic. Which of them
-/// were in the page cache it does not say: [`Counters::hits`] and [`Counters::misses`] stay 0.
+/// The kernel is told of the next [`READ_AHEAD`] experts of a request, so that it reads ahead of the arithmetic and not
+/// ahead of the memory: a prefill chunk can ask for a whole layer, which is more than many machines have. Which experts
+/// were in the page cache the kernel does not say: [`Counters::hits`] and [`Counters::misses`] stay 0.
 #[derive(Debug)]
 pub struct MappedStore {
     checkpoint: Arc<Checkpoint>,
@@ -47,11 +51,16 @@ impl ExpertStore for MappedStore {
     fn fetch<'a>(&'a self, request: ExpertRequest<'_>) -> Arrivals<'a> {
         let ids = request.experts.to_vec();
         self.requested.fetch_add(ids.len() as u64, Ordering::Relaxed);
-        for &id in &ids {
-            self.checkpoint.will_need_expert(request.layer, id);
-        }
         let layer = request.layer;
-        Box::new(ids.into_iter().map(move |id| self.expert(layer, id)))
+        for &id in ids.iter().take(READ_AHEAD) {
+            self.checkpoint.will_need_expert(layer, id);
+        }
+        Box::new((0..ids.len()).map(move |i| {
+            if let Some(&ahead) = ids.get(i + READ_AHEAD) {
+                self.checkpoint.will_need_expert(layer, ahead);
+            }
+            self.expert(layer, ids[i])
+        }))
     }
 
     fn prefetch(&self, layer: usize, experts: &[ExpertId]) {
