@@ -98,6 +98,20 @@ impl Activations {
 /// # Panics
 /// If the activations were prepared for another width or kind of format, or `out` has the wrong length.
 pub fn matmul_rows(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+    matmul_rows_with(InstructionSet::widest(), w, rows, x, out);
+}
+
+/// The same as [`matmul_rows`] with the loops of one instruction set. The bits do not depend on it.
+///
+/// # Panics
+/// As [`matmul_rows`], and if this machine does not have the instruction set.
+pub fn matmul_rows_with(
+    set: InstructionSet,
+    w: &Matrix,
+    rows: Range<usize>,
+    x: &Activations,
+    out: &mut [f32],
+) {
     assert_eq!(
         (x.cols, x.layout),
         (w.cols(), Layout::of(w.format())),
@@ -105,97 +119,20 @@ pub fn matmul_rows(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f
     );
     assert!(rows.start <= rows.end && rows.end <= w.rows());
     assert_eq!(out.len(), rows.len() * x.n);
-    match instruction_set() {
-        InstructionSet::Portable => matmul_rows_portable(w, rows, x, out),
+    assert!(set <= InstructionSet::widest(), "this machine has no {set:?}");
+    match set {
+        InstructionSet::Portable => matmul_rows_body::<Portable>(w, rows, x, out),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `instruction_set` has found AVX2.
+        // SAFETY: AVX2 has been found, or something wider, which implies it.
         InstructionSet::Avx2 => unsafe { matmul_rows_avx2(w, rows, x, out) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `instruction_set` has found AVX-512 F, BW, DQ and VL.
+        // SAFETY: AVX-512 F, BW, DQ and VL have been found.
         InstructionSet::Avx512 => unsafe { matmul_rows_avx512(w, rows, x, out) },
     }
 }
 
-/// The inner loops of one instruction set. All give the same bits.
-trait Loops {
-    fn dot_f32(w: &[f32], x: &[f32]) -> f32;
-    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32;
-    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32;
-    fn decode_codes(packed: &[u8], values: &mut [f32]);
-}
-
-/// The loops as compilers make them for whatever the caller is compiled for.
-struct Plain;
-
-impl Loops for Plain {
-    #[inline(always)]
-    fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
-        dot_f32(w, x)
-    }
-    #[inline(always)]
-    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
-        dot_blocks(codes, scales, x)
-    }
-    #[inline(always)]
-    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
-        dot_mxfp4(packed, scale, x)
-    }
-    #[inline(always)]
-    fn decode_codes(packed: &[u8], values: &mut [f32]) {
-        decode_codes(packed, values);
-    }
-}
-
-/// Only for [`matmul_rows_avx512`], which is what makes its calls sound.
-#[cfg(target_arch = "x86_64")]
-struct Avx512;
-
-#[cfg(target_arch = "x86_64")]
-impl Loops for Avx512 {
-    #[inline(always)]
-    fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
-        // SAFETY: called under `matmul_rows_avx512` alone, where AVX-512 F has been found.
-        unsafe { avx512::dot_f32(w, x) }
-    }
-    #[inline(always)]
-    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
-        // SAFETY: as above.
-        unsafe { avx512::dot_blocks(codes, scales, x) }
-    }
-    #[inline(always)]
-    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
-        // SAFETY: as above.
-        unsafe { avx512::dot_mxfp4(packed, scale, x) }
-    }
-    #[inline(always)]
-    fn decode_codes(packed: &[u8], values: &mut [f32]) {
-        // SAFETY: as above.
-        unsafe { avx512::decode_codes(packed, values) }
-    }
-}
-
-/// The same as [`matmul_rows`], compiled for the baseline of the target.
-///
-/// # Panics
-/// As [`matmul_rows`].
-pub fn matmul_rows_portable(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
-    matmul_rows_body::<Plain>(w, rows, x, out);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn matmul_rows_avx2(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
-    matmul_rows_body::<Plain>(w, rows, x, out);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn matmul_rows_avx512(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
-    matmul_rows_body::<Avx512>(w, rows, x, out);
-}
-
-/// What the kernels of this process are compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// An instruction set that the kernels are compiled for, narrow ones first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum InstructionSet {
     /// The target's baseline.
     Portable,
@@ -207,26 +144,147 @@ pub enum InstructionSet {
     Avx512,
 }
 
-/// The widest instruction set of this machine, found once.
-pub fn instruction_set() -> InstructionSet {
-    static FOUND: OnceLock<InstructionSet> = OnceLock::new();
-    *FOUND.get_or_init(|| {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl")
+impl InstructionSet {
+    /// The widest of this machine, found once.
+    pub fn widest() -> Self {
+        static FOUND: OnceLock<InstructionSet> = OnceLock::new();
+        *FOUND.get_or_init(|| {
+            #[cfg(target_arch = "x86_64")]
             {
-                return InstructionSet::Avx512;
+                let avx2 = is_x86_feature_detected!("avx2");
+                if avx2
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                {
+                    return Self::Avx512;
+                }
+                if avx2 {
+                    return Self::Avx2;
+                }
             }
-            if is_x86_feature_detected!("avx2") {
-                return InstructionSet::Avx2;
+            Self::Portable
+        })
+    }
+
+    /// All that this machine has.
+    pub fn available() -> Vec<Self> {
+        #[cfg(target_arch = "x86_64")]
+        let all = [Self::Portable, Self::Avx2, Self::Avx512];
+        #[cfg(not(target_arch = "x86_64"))]
+        let all = [Self::Portable];
+        all.into_iter().filter(|set| *set <= Self::widest()).collect()
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn matmul_rows_avx2(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+    matmul_rows_body::<Avx2>(w, rows, x, out);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn matmul_rows_avx512(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
+    matmul_rows_body::<Avx512>(w, rows, x, out);
+}
+
+/// The inner loops of one instruction set. All give the same bits.
+trait Loops {
+    fn dot_f32(w: &[f32], x: &[f32]) -> f32;
+    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32;
+    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32;
+    fn decode_codes(packed: &[u8], values: &mut [f32]);
+}
+
+/// The plain loops, compiled for an instruction set. Each is a function of its own: inlined into the large one around
+/// them, compilers do not turn them into vector code.
+macro_rules! compiled_loops {
+    ($module:ident $(, $attribute:meta)?) => {
+        mod $module {
+            use crate::E8M0;
+
+            $(#[$attribute])?
+            #[inline(never)]
+            pub(super) fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
+                super::dot_f32(w, x)
+            }
+            $(#[$attribute])?
+            #[inline(never)]
+            pub(super) fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
+                super::dot_blocks(codes, scales, x)
+            }
+            $(#[$attribute])?
+            #[inline(never)]
+            pub(super) fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
+                super::dot_mxfp4(packed, scale, x)
+            }
+            $(#[$attribute])?
+            #[inline(never)]
+            pub(super) fn decode_codes(packed: &[u8], values: &mut [f32]) {
+                super::decode_codes(packed, values);
             }
         }
-        InstructionSet::Portable
-    })
+    };
 }
+
+compiled_loops!(portable);
+#[cfg(target_arch = "x86_64")]
+compiled_loops!(avx2, target_feature(enable = "avx2"));
+
+struct Portable;
+
+impl Loops for Portable {
+    fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
+        portable::dot_f32(w, x)
+    }
+    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
+        portable::dot_blocks(codes, scales, x)
+    }
+    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
+        portable::dot_mxfp4(packed, scale, x)
+    }
+    fn decode_codes(packed: &[u8], values: &mut [f32]) {
+        portable::decode_codes(packed, values);
+    }
+}
+
+/// Loops that need an instruction set. Only the function of that set above names the type, so whoever calls has it.
+#[cfg(target_arch = "x86_64")]
+macro_rules! loops_of {
+    ($type:ident, $module:ident) => {
+        struct $type;
+
+        impl Loops for $type {
+            #[inline(always)]
+            fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
+                // SAFETY: called under the function that is compiled for this instruction set, where it was found.
+                unsafe { $module::dot_f32(w, x) }
+            }
+            #[inline(always)]
+            fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
+                // SAFETY: as above.
+                unsafe { $module::dot_blocks(codes, scales, x) }
+            }
+            #[inline(always)]
+            fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
+                // SAFETY: as above.
+                unsafe { $module::dot_mxfp4(packed, scale, x) }
+            }
+            #[inline(always)]
+            fn decode_codes(packed: &[u8], values: &mut [f32]) {
+                // SAFETY: as above.
+                unsafe { $module::decode_codes(packed, values) }
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+loops_of!(Avx2, avx2);
+#[cfg(target_arch = "x86_64")]
+loops_of!(Avx512, avx512);
 
 #[inline(always)]
 fn matmul_rows_body<L: Loops>(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
@@ -426,15 +484,30 @@ fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
 /// [`dot_blocks`] of an MXFP4 row that is decoded on the way.
 #[inline(always)]
 fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
-    let mut sums = [[0.0; LANES]; 2];
+    let (mut even, mut odd) = ([0.0; LANES], [0.0; LANES]);
     let (bytes, _) = packed.as_chunks::<LANES>();
     let (x, _) = x.as_chunks::<STEP>();
-    for (b, ((bytes, x), s)) in bytes.iter().zip(x).zip(scale).enumerate() {
-        let mut codes = [0.0; STEP];
-        decode_codes(bytes, &mut codes);
-        add_step(&mut sums[b % 2], &codes, [scale_value(*s); 2], x);
+    let (byte_pairs, byte_last) = bytes.as_chunks::<2>();
+    let (x_pairs, x_last) = x.as_chunks::<2>();
+    let (scale_pairs, scale_last) = scale.as_chunks::<2>();
+    for ((bytes, x), s) in byte_pairs.iter().zip(x_pairs).zip(scale_pairs) {
+        add_mxfp4(&mut even, &bytes[0], s[0], &x[0]);
+        add_mxfp4(&mut odd, &bytes[1], s[1], &x[1]);
     }
-    tree_sum(sums[0], sums[1])
+    if let ([bytes], [x], [s]) = (byte_last, x_last, scale_last) {
+        add_mxfp4(&mut even, bytes, *s, x);
+    }
+    tree_sum(even, odd)
+}
+
+#[inline(always)]
+fn add_mxfp4(sum: &mut [f32; LANES], bytes: &[u8; LANES], scale: E8M0, x: &[f32; STEP]) {
+    let mut codes = [0.0; STEP];
+    for j in 0..LANES {
+        codes[j] = code_value(bytes[j]);
+        codes[LANES + j] = code_value(bytes[j] >> 4);
+    }
+    add_step(sum, &codes, [scale_value(scale); 2], x);
 }
 
 /// [`E8M0::to_f32`] from a table.

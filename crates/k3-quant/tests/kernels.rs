@@ -1,6 +1,6 @@
 //! The fast kernels against the plain reference, and their promise about bits.
 
-use k3_quant::cpu::{Activations, matmul_rows, matmul_rows_portable};
+use k3_quant::cpu::{Activations, InstructionSet, matmul_rows, matmul_rows_with};
 use k3_quant::{GlobalScale, Matrix, ScaleDivisor, ScaleFactor, WeightFormat, reference};
 
 /// A small fixed-seed generator; the quality of the numbers does not matter here.
@@ -46,7 +46,7 @@ fn matrix(format: WeightFormat, rows: usize, cols: usize, rng: &mut Lcg) -> Matr
 }
 
 /// `[n, rows]` by the kernel, split into ranges of weight rows as threads would.
-fn product(w: &Matrix, n: usize, x: &[f32], split: usize, kernel: Kernel) -> Vec<f32> {
+fn product(w: &Matrix, n: usize, x: &[f32], split: usize, kernel: Kernel<'_>) -> Vec<f32> {
     let x = Activations::new(w.format(), n, w.cols(), x);
     let mut y = vec![f32::NAN; n * w.rows()];
     for start in (0..w.rows()).step_by(split) {
@@ -62,14 +62,14 @@ fn product(w: &Matrix, n: usize, x: &[f32], split: usize, kernel: Kernel) -> Vec
     y
 }
 
-type Kernel = fn(&Matrix, std::ops::Range<usize>, &Activations, &mut [f32]);
+type Kernel<'a> = &'a dyn Fn(&Matrix, std::ops::Range<usize>, &Activations, &mut [f32]);
 
 fn check(format: WeightFormat, rows: usize, cols: usize) {
     let rng = &mut Lcg(rows as u64 * 1000 + cols as u64);
     let w = matrix(format, rows, cols, rng);
     let n = 9;
     let x: Vec<f32> = (0..n * cols).map(|_| rng.unit()).collect();
-    let whole = product(&w, n, &x, rows, matmul_rows);
+    let whole = product(&w, n, &x, rows, &matmul_rows);
 
     let x64: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
     let mut expected = vec![0.0; n * rows];
@@ -81,15 +81,20 @@ fn check(format: WeightFormat, rows: usize, cols: usize) {
 
     let bits = |y: &[f32]| y.iter().map(|y| y.to_bits()).collect::<Vec<_>>();
     for split in [1, 3, 8] {
-        assert_eq!(bits(&product(&w, n, &x, split, matmul_rows)), bits(&whole), "split by {split} rows");
+        assert_eq!(bits(&product(&w, n, &x, split, &matmul_rows)), bits(&whole), "split by {split} rows");
     }
-    assert_eq!(
-        bits(&product(&w, n, &x, rows, matmul_rows_portable)),
-        bits(&whole),
-        "another instruction set"
-    );
+    for set in InstructionSet::available() {
+        let kernel: Kernel = &|w, rows, x, out| matmul_rows_with(set, w, rows, x, out);
+        assert_eq!(
+            bits(&product(&w, n, &x, rows, kernel)),
+            bits(&whole),
+            "{set:?}, {format} [{rows}, {cols}]"
+        );
+        let one = product(&w, 1, &x[..cols], rows, kernel);
+        assert_eq!(bits(&one), bits(&whole[..rows]), "{set:?}, one row, {format} [{rows}, {cols}]");
+    }
     for i in 0..n {
-        let one = product(&w, 1, &x[i * cols..(i + 1) * cols], rows, matmul_rows);
+        let one = product(&w, 1, &x[i * cols..(i + 1) * cols], rows, &matmul_rows);
         assert_eq!(
             bits(&one),
             bits(&whole[i * rows..(i + 1) * rows]),
@@ -122,7 +127,7 @@ fn extreme_scales_survive_the_kernel() {
     for scale in [0u8, 1, 2, 120, 249] {
         let w = Matrix::mxfp4(1, 32, vec![0x22; 16].into(), vec![scale].into()).unwrap();
         let x = [1.0f32; 32];
-        let y = product(&w, 1, &x, 1, matmul_rows)[0];
+        let y = product(&w, 1, &x, 1, &matmul_rows)[0];
         assert_eq!(f64::from(y), 32.0 * 2f64.powi(i32::from(scale) - 127), "scale byte {scale}");
     }
 }
@@ -130,8 +135,8 @@ fn extreme_scales_survive_the_kernel() {
 #[test]
 fn a_nan_scale_is_seen() {
     let w = Matrix::mxfp4(1, 32, vec![0; 16].into(), vec![255].into()).unwrap();
-    assert!(product(&w, 1, &[1.0; 32], 1, matmul_rows)[0].is_nan());
+    assert!(product(&w, 1, &[1.0; 32], 1, &matmul_rows)[0].is_nan());
     let g = GlobalScale::Factor(ScaleFactor(1.0));
     let w = Matrix::nvfp4(1, 16, vec![0; 8].into(), vec![0x7f].into(), g).unwrap();
-    assert!(product(&w, 1, &[1.0; 16], 1, matmul_rows)[0].is_nan());
+    assert!(product(&w, 1, &[1.0; 16], 1, &matmul_rows)[0].is_nan());
 }
