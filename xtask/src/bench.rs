@@ -1,5 +1,7 @@
 //! `cargo xtask bench`: measurements, each as a ratio to a limit measured in the same run.
 
+mod kernels;
+
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -32,11 +34,16 @@ enum What {
         #[arg(long, default_value_t = 3)]
         repeat: usize,
     },
+    /// Products with bf16 and MXFP4 weights on one thread, for every instruction set of this machine
+    ///
+    /// The limit is a plain read of as many bytes.
+    Kernels,
 }
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     match &args.what {
+        What::Kernels => kernels::run(),
         What::Index { model: Some(dir), repeat } => index(dir, *repeat),
         What::Index { model: None, repeat } => {
             let parent = tempfile::tempdir().context("making a temporary folder")?;
