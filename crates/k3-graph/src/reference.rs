@@ -246,7 +246,7 @@ impl Device for Reference {
                     let q = normalised(&step.q.row(r)[head.clone()], (d as f64).powf(-0.5));
                     let k = normalised(&step.k.row(r)[head.clone()], 1.0);
                     let v = &step.v.row(r)[head.clone()];
-                    let beta = sigmoid(step.beta.row(r)[h]);
+                    let beta = scalar::gate(step.beta.row(r)[h]);
                     // Row i of the state is key channel i.
                     let state = &mut s.state.s[h * d * d..(h + 1) * d * d];
                     for (i, row) in state.chunks_exact_mut(d).enumerate() {

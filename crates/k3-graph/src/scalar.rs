@@ -50,10 +50,10 @@ pub fn situ_glu(gate: f64, up: f64, beta: f64, linear_beta: f64) -> f64 {
 }
 
 /// KDA's log decay `lower_bound * sigmoid(rate * z)`, in `(lower_bound, 0)`, with `rate = exp(A_log)`: one scalar a head,
-/// never one a channel (`docs/arithmetic.md` 5.3).
+/// never one a channel (`docs/arithmetic.md` 5.3). NaN if `z` overflowed, as [`gate`].
 #[inline]
 pub fn kda_log_decay(z: f64, rate: f64, lower_bound: f64) -> f64 {
-    lower_bound * sigmoid(rate * z)
+    lower_bound * gate(rate * z)
 }
 
 /// Weights of the selected experts from their unbiased scores, in rank order (`docs/arithmetic.md` 8.2).

@@ -65,7 +65,7 @@ pub struct ChatReply {
     pub finish: Finish,
     /// Token counts.
     pub usage: Usage,
-    /// Of the logits that the last token was taken from.
+    /// As [`crate::Generation::logits_hash`].
     pub logits_hash: LogitsHash,
 }
 

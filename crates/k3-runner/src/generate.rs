@@ -62,7 +62,7 @@ pub struct Generation {
     pub finish: Finish,
     /// Tokens that were prefilled.
     pub prompt_tokens: usize,
-    /// Of the logits that the last token was taken from.
+    /// Of the last logits: those that the last token was taken from or, without a token, those after the prompt.
     pub logits_hash: LogitsHash,
 }
 
@@ -118,7 +118,6 @@ impl<D: Device> Engine<D> {
         };
         while generation.tokens.len() < request.max_tokens {
             let row = logits.last().expect("logits of the last position were asked for");
-            generation.logits_hash = LogitsHash::of(row);
             let token = sampler.sample(row)?;
             generation.tokens.push(token);
             if events(Event::Token(token)).is_break() {
@@ -137,6 +136,7 @@ impl<D: Device> Engine<D> {
                 logits = self.decode(sequence, token)?;
             }
         }
+        generation.logits_hash = LogitsHash::of(logits.last().unwrap_or_default());
         Ok(generation)
     }
 }

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::{Cpu, Rows};
 use crate::device::{Conv, DeviceError, KdaStep, SequenceRows, StateTensor, StateValues, take_parts};
-use crate::scalar::{L2_NORM_EPS, kda_log_decay, sigmoid, silu};
+use crate::scalar::{L2_NORM_EPS, gate, kda_log_decay, silu};
 
 /// State of a KDA layer.
 #[derive(Clone, Debug)]
@@ -138,7 +138,7 @@ impl<'a> Head<'a> {
         let head = h * dim..(h + 1) * dim;
         normalise(&args.q.row(r)[head.clone()], 1.0 / (dim as f64).sqrt(), q);
         normalise(&args.k.row(r)[head.clone()], 1.0, k);
-        let beta = sigmoid(f64::from(args.beta.row(r)[h])) as f32;
+        let beta = gate(f64::from(args.beta.row(r)[h])) as f32;
         let decay = args.decay.row(r)[head.clone()].iter().zip(&args.dt_bias[head.clone()]);
         let rate = *rate;
 

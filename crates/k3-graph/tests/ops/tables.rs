@@ -29,9 +29,12 @@ fn kda_decay() {
 
 #[test]
 fn kda_decay_stays_between_its_bounds() {
-    for (z, g) in [(f64::INFINITY, -5.0), (1e4, -5.0), (-1e4, 0.0), (f64::NEG_INFINITY, 0.0)] {
+    for (z, g) in [(f64::MAX, -5.0), (1e4, -5.0), (-1e4, 0.0), (f64::MIN, 0.0)] {
         assert_eq!(kda_log_decay(z, 0.3, -5.0), g);
     }
+    // An input that overflowed is not a decay at its bound.
+    assert!(kda_log_decay(f64::INFINITY, 0.3, -5.0).is_nan());
+    assert!(kda_log_decay(f64::NEG_INFINITY, 0.3, -5.0).is_nan());
 }
 
 /// 8.1, with the column of the wrong form: sigmoid of the capped gate.

@@ -224,13 +224,15 @@ fn kda<D: Device>(device: &D, f: &Value, spans: &[usize]) -> (Vec<f32>, Vec<f32>
         KdaConfig { num_heads: heads, head_dim: dim, short_conv_kernel_size: 4, gate_lower_bound: -5.0 };
 
     // The vector gives what the operation computes first. q and k come normalised: a power of two makes them so
-    // long that the norm's epsilon is nothing. The gates are inverted; both ends of the decay become infinite.
+    // long that the norm's epsilon is nothing. The gates are inverted; both ends of the decay, which are infinite, become
+    // numbers whose sigmoid is exactly 1 and 0.
     let logit = |p: f64| (p / (1.0 - p)).ln() as f32;
     let long = |name: &str| numbers(&f[name]).iter().map(|v| v * 1024.0).collect::<Vec<f32>>();
     let (q, k, v) = (long("q"), long("k"), numbers(&f["v"]));
     let decay: Vec<f32> = numbers(&f["log_decay"]).iter().map(|&g| logit(f64::from(g) / -5.0)).collect();
     let beta: Vec<f32> = numbers(&f["beta"]).iter().map(|&b| logit(f64::from(b))).collect();
     assert!(decay.contains(&f32::INFINITY), "the vector has tokens at the lower bound");
+    let decay: Vec<f32> = decay.into_iter().map(|z| z.clamp(-1e4, 1e4)).collect();
 
     let a_log = device.load_vector(&vec![0.0; heads]).unwrap();
     let dt_bias = device.load_vector(&vec![0.0; width]).unwrap();
