@@ -120,6 +120,11 @@ impl<'a, D: Device> Chatter<'a, D> {
         Ok(Self { engine, tokenizer })
     }
 
+    /// The engine.
+    pub fn engine(&self) -> &'a Engine<D> {
+        self.engine
+    }
+
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer

@@ -15,11 +15,12 @@
 //! ```
 //!
 //! Under it are token ids; [`Chatter`] puts conversations on top: a chat request in, reasoning, content and tool calls
-//! out.
+//! out. A [`Conversation`] keeps the sequence between turns.
 
 #![forbid(unsafe_code)]
 
 mod chat;
+mod conversation;
 mod engine;
 mod error;
 mod generate;
@@ -27,6 +28,7 @@ mod sampler;
 mod saved;
 
 pub use chat::{ChatError, ChatEvent, ChatReply, Chatter, Usage, check_vocabulary, prompt_ids};
+pub use conversation::{Conversation, Turn};
 pub use engine::{Engine, EngineOptions, OpenProgress, Sequence, Step};
 pub use error::{Error, RunError};
 pub use generate::{Event, Finish, Generate, Generation};

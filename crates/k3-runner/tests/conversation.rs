@@ -1,0 +1,106 @@
+//! Conversations over several turns: what is kept of the sequence changes nothing but the time.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use k3_graph::Cpu;
+use k3_runner::{
+    ChatError, Chatter, Conversation, Engine, EngineOptions, Finish, Generate, RunError, Sampling, Turn,
+};
+use k3_tokenizer::Tokenizer;
+use k3_xtml::{ChatRequest, Message};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
+}
+
+/// The 256 single bytes and the 256 slots: exactly the 512 ids of tiny-k31. Any valid text has one spelling in it.
+fn bytes() -> Tokenizer {
+    let small = Tokenizer::open(fixtures().join("tokenizer/small")).unwrap();
+    let tokens: Vec<Vec<u8>> = (0..256).map(|id| small.token_bytes(id).unwrap().to_vec()).collect();
+    let names = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"];
+    Tokenizer::from_parts(tokens, (256..).zip(names)).unwrap()
+}
+
+fn engine() -> Engine<Cpu> {
+    let dir = fixtures().join("tiny-k31");
+    Engine::open(dir, Cpu::new(2).unwrap(), &EngineOptions::default(), &mut |_| {}).unwrap()
+}
+
+fn generate(max_tokens: usize, seed: u64) -> Generate {
+    Generate { max_tokens, sampling: Sampling { seed, ..Sampling::default() }, ..Generate::default() }
+}
+
+/// The reply, once it is known to be the one that a fresh sequence gives.
+#[track_caller]
+fn reply(conversation: &mut Conversation<'_, Cpu>, chatter: &Chatter<'_, Cpu>, generate: &Generate) -> Turn {
+    let request = conversation.request.clone();
+    let ids = chatter.prompt_ids(&request).unwrap().1;
+    let consumed = conversation.consumed().to_vec();
+    let turn = conversation.reply(generate, &mut |_| ControlFlow::Continue(())).unwrap();
+    let fresh = chatter.reply(&request, generate, &mut |_| ControlFlow::Continue(())).unwrap();
+    assert_eq!(turn.reply.tokens, fresh.tokens);
+    assert_eq!(turn.reply.logits_hash, fresh.logits_hash);
+    assert_eq!(turn.reply.reply, fresh.reply);
+    assert_eq!(turn.reply.usage, fresh.usage);
+    assert_eq!(turn.kept_tokens, if ids.starts_with(&consumed) { consumed.len() } else { 0 });
+    let read = [ids, turn.reply.tokens[..turn.reply.tokens.len() - 1].to_vec()].concat();
+    assert_eq!(conversation.consumed(), read, "prompt and reply have been read, but for the last token");
+    turn
+}
+
+#[test]
+fn what_was_read_is_kept() {
+    let engine = engine();
+    let chatter = Chatter::new(&engine, bytes()).unwrap();
+    let mut conversation = Conversation::new(&chatter, ChatRequest::new(vec![Message::system("Be brief.")]));
+    conversation.request.thinking = false;
+    let mut kept = Vec::new();
+    // One token is not consumed, so that the prompt alone was read. More of them are random bytes, which no text has.
+    for (turn, tokens) in [1, 1, 9, 1, 1].into_iter().enumerate() {
+        conversation.push(Message::user(format!("Question {turn}?")));
+        let before = conversation.consumed().len();
+        let made = reply(&mut conversation, &chatter, &generate(tokens, turn as u64));
+        kept.push((made.kept_tokens == before && before > 0, made.kept_tokens));
+    }
+    let [first, second, third, fourth, fifth] = kept.try_into().unwrap();
+    assert_eq!(first, (false, 0));
+    assert!(second.0 && third.0 && fifth.0 && second.1 < third.1, "{second:?} {third:?} {fifth:?}");
+    assert_eq!(fourth, (false, 0), "a reply that reads otherwise as history is prefilled again");
+    assert_eq!(conversation.request.messages.len(), 11);
+}
+
+#[test]
+fn another_option_is_another_prompt() {
+    let engine = engine();
+    let chatter = Chatter::new(&engine, bytes()).unwrap();
+    let mut conversation = Conversation::new(&chatter, ChatRequest::new(vec![Message::user("hi")]));
+    reply(&mut conversation, &chatter, &generate(1, 0));
+    conversation.push(Message::user("again"));
+    conversation.request.thinking = false;
+    assert_eq!(reply(&mut conversation, &chatter, &generate(1, 0)).kept_tokens, 0);
+    conversation.push(Message::user("again"));
+    assert!(reply(&mut conversation, &chatter, &generate(1, 0)).kept_tokens > 0);
+}
+
+/// What could not be run leaves the conversation as it was, and the sequence good for what can.
+#[test]
+fn errors_and_cancelled_replies() {
+    let engine = engine();
+    let chatter = Chatter::new(&engine, bytes()).unwrap();
+    let mut conversation = Conversation::new(&chatter, ChatRequest::new(vec![Message::user("hi")]));
+    reply(&mut conversation, &chatter, &generate(1, 0));
+    let consumed = conversation.consumed().to_vec();
+
+    conversation.push(Message::user("x".repeat(5000)));
+    let error = conversation.reply(&generate(1, 0), &mut |_| ControlFlow::Continue(())).unwrap_err();
+    assert!(matches!(error, ChatError::Run(RunError::Tokens(_))), "{error}");
+    assert_eq!((conversation.request.messages.len(), conversation.consumed()), (3, &*consumed));
+
+    conversation.request.messages.pop();
+    conversation.push(Message::user("short"));
+    let cancelled = conversation.reply(&generate(1, 0), &mut |_| ControlFlow::Break(())).unwrap();
+    assert_eq!((cancelled.reply.finish, cancelled.reply.tokens.len()), (Finish::Cancelled, 0));
+    assert_eq!((conversation.request.messages.len(), conversation.consumed().len()), (3, 0));
+    assert_eq!(reply(&mut conversation, &chatter, &generate(1, 0)).kept_tokens, 0);
+}
