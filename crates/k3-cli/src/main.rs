@@ -2,8 +2,11 @@
 
 #![forbid(unsafe_code)]
 
+mod chat;
+mod clock;
 mod generate;
 mod inspect;
+mod model;
 mod output;
 mod parse;
 mod prompt;
@@ -25,6 +28,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Inspect(inspect::Args),
+    Chat(chat::Args),
     Generate(generate::Args),
     Tokenize(tokens::TokenizeArgs),
     Detokenize(tokens::DetokenizeArgs),
@@ -37,6 +41,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let result = match Cli::parse().command {
         Command::Inspect(args) => inspect::run(&args),
+        Command::Chat(args) => chat::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Tokenize(args) => tokens::tokenize(&args),
         Command::Detokenize(args) => tokens::detokenize(&args),

@@ -20,6 +20,11 @@ impl Output {
         if self.failed.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
+    /// Whether there is no one to write for any more.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.failed.is_some()
+    }
+
     /// The error that ended it. A reader that has seen enough is none.
     pub(crate) fn finish(self) -> io::Result<()> {
         match self.failed {

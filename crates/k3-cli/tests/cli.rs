@@ -309,3 +309,77 @@ fn closed_pipes() {
     assert_eq!(String::from_utf8_lossy(&out.stdout).split_whitespace().count(), 40);
     assert!(shell("| head -c 1").status.success());
 }
+
+/// The lines on stdout and the text on stderr of a conversation that must succeed.
+#[track_caller]
+fn talk(args: &[&str], input: &str) -> (String, String) {
+    let output = k3(&[&["chat"], args].concat(), input);
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{args:?}: {told}");
+    (String::from_utf8_lossy(&output.stdout).into_owned(), told)
+}
+
+#[test]
+fn a_conversation_through_pipes() {
+    let model = tiny_with_bytes();
+    let dir = model.path().display().to_string();
+    let args = [&dir, "--max-tokens", "1", "--thinking", "off", "--system", "Be brief.", "--seed", "3"];
+    let input = "Hello\n\n/thinkin off\n/help\nAnd now?\\\nTwo lines\n/reset\nHello";
+    let (out, told) = talk(&args, input);
+    let turns: Vec<&str> = told.lines().filter(|l| l.starts_with("[prompt ")).collect();
+    let [first, second, third] = turns.try_into().unwrap();
+    assert!(
+        first.contains("tokens, 0 of them read before") && first.contains("cut by --max-tokens"),
+        "{told}"
+    );
+    // The second prompt begins with the first, which need not be read again; the third has forgotten both.
+    let prompt = |line: &str| line.split_whitespace().nth(1).unwrap().to_owned();
+    assert!(second.contains(&format!(", {} of them read before", prompt(first))), "{told}");
+    assert_eq!(prompt(third), prompt(first));
+    assert!(third.contains(", 0 of them read before"), "{told}");
+    assert!(told.contains("/thinkin is no command") && told.contains("/effort low|high|max|unset"), "{told}");
+    // The same seed gives the same conversation, and no prompt is written for a pipe.
+    assert!(!out.is_empty());
+    assert_eq!(talk(&args, input).0, out);
+    assert!(!told.contains("> "), "{told}");
+}
+
+/// What cannot be run is told and taken back, and the conversation goes on.
+#[test]
+fn a_conversation_survives_errors() {
+    let model = tiny_with_bytes();
+    let dir = model.path().display().to_string();
+    let input = format!("short\n{}\nshort\n/quit\nnever read\n", "x".repeat(5000));
+    let (_, told) = talk(&[&dir, "--max-tokens", "1", "--thinking", "off"], &input);
+    assert!(told.contains("error: the prompt cannot be run") && told.contains("4096"), "{told}");
+    let turns: Vec<&str> = told.lines().filter(|l| l.starts_with("[prompt ")).collect();
+    assert_eq!(turns.len(), 2, "{told}");
+    assert!(!turns[1].contains(", 0 of them read before"), "{told}");
+}
+
+#[test]
+fn tools_are_checked_before_the_model() {
+    let file = |text: &str| {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        file
+    };
+    let with = |text: &str| {
+        let file = file(text);
+        fails(&["chat", "/nonexistent", "--tools", &file.path().display().to_string()], "")
+    };
+    assert!(with("[1]").contains("expected a list of objects"));
+    assert!(with("{\"tools\": 1}").contains("expected a list of objects"));
+    assert!(with("{").contains("are not JSON"));
+    assert!(
+        fails(&["chat", "/nonexistent", "--tools", "/nonexistent/tools.json"], "")
+            .contains("reading the tools")
+    );
+    assert!(with("[]").contains("does not exist"), "good tools, no model");
+
+    let model = tiny_with_bytes();
+    let dir = model.path().display().to_string();
+    let tools = file(r#"{"tools": [{"type": "function", "function": {"name": "get_weather"}}]}"#);
+    let (_, told) = talk(&[&dir, "--tools", &tools.path().display().to_string()], "");
+    assert!(told.contains("tools: get_weather;"), "{told}");
+}

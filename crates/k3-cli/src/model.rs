@@ -1,0 +1,190 @@
+//! Which model runs, and how: what `k3 generate` and `k3 chat` share.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use clap::ValueEnum;
+use k3_format::{Checkpoint, GenerationConfig};
+use k3_graph::{Device, ModelOptions};
+use k3_runner::{Engine, EngineOptions, OpenProgress, Sampling, check_vocabulary};
+use k3_tokenizer::Tokenizer;
+
+use crate::clock::Clock;
+use crate::output::tell;
+
+/// Arguments of every command that runs a model.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ModelArgs {
+    /// The snapshot folder [default: fixtures/nano of this repository, a demonstration model]
+    dir: Option<PathBuf>,
+    /// The folder with tiktoken.model and tokenizer_config.json [default: the snapshot folder]
+    #[arg(long, value_name = "DIR")]
+    tokenizer: Option<PathBuf>,
+    /// Tokens of a reply at most, reasoning included
+    #[arg(long, default_value_t = 256)]
+    pub(crate) max_tokens: usize,
+    /// 0 takes the most likely token [default: generation_config.json, else 1; of the demonstration model 0]
+    #[arg(long, allow_negative_numbers = true)]
+    temperature: Option<f32>,
+    /// Keep this many of the most likely tokens; 0 keeps all [default: generation_config.json, else 0]
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// Keep the most likely tokens up to this sum of probabilities [default: generation_config.json, else 0.95]
+    #[arg(long, allow_negative_numbers = true)]
+    top_p: Option<f32>,
+    /// Drop tokens less likely than this share of the most likely
+    #[arg(long, default_value_t = Sampling::default().min_p, allow_negative_numbers = true)]
+    min_p: f32,
+    /// The same seed gives the same text
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// What computes
+    #[arg(long, value_enum, default_value_t = DeviceName::Cpu)]
+    pub(crate) device: DeviceName,
+    /// Threads of the cpu device; 0 takes one a core
+    #[arg(long, default_value_t = 0)]
+    pub(crate) threads: usize,
+    /// Tokens of the prompt that are computed together; the result does not depend on it
+    #[arg(long, default_value_t = EngineOptions::default().chunk_tokens)]
+    chunk: usize,
+    /// Run K3.1 without its indexer: another function than it was trained for, past the indexer's budget
+    #[arg(long)]
+    ignore_indexer: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum DeviceName {
+    /// Single precision on this machine's processor
+    Cpu,
+    /// Double precision in plain loops: slow, for comparison
+    Reference,
+}
+
+/// A checkpoint that is open, before its weights are loaded: loading can take long, and whatever can be refused without
+/// them is refused before.
+pub(crate) struct Snapshot {
+    pub(crate) checkpoint: Arc<Checkpoint>,
+    /// Nobody named a model, and this is the one of the repository.
+    pub(crate) is_demonstration: bool,
+    tokenizer: PathBuf,
+    options: EngineOptions,
+}
+
+impl ModelArgs {
+    /// Opens the snapshot, or the demonstration model, saying so.
+    pub(crate) fn open(&self) -> Result<Snapshot> {
+        let (dir, is_demonstration) = match &self.dir {
+            Some(dir) => (dir.clone(), false),
+            None => (demonstration(&candidates())?, true),
+        };
+        let mut options = EngineOptions::default();
+        options.chunk_tokens = self.chunk;
+        options.model = ModelOptions::default().with_ignore_indexer(self.ignore_indexer);
+        let checkpoint = Arc::new(Checkpoint::open(&dir, &options.open)?);
+        if is_demonstration {
+            tell(format_args!(
+                "demonstration model (nano), not Kimi: it looks up the weather and the time in a city, greets, and \
+                 remembers short lists; name a snapshot folder to run a model of yours\n"
+            ));
+        }
+        let tokenizer = self.tokenizer.clone().unwrap_or(dir);
+        Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options })
+    }
+
+    /// The checkpoint's values where the flags are silent, the vendor's recommendation where both are. The
+    /// demonstration model has been made for the most likely token.
+    pub(crate) fn sampling(&self, snapshot: &Snapshot) -> Sampling {
+        let checkpoint: &GenerationConfig = snapshot.checkpoint.generation_config();
+        let default = if snapshot.is_demonstration { Sampling::greedy() } else { Sampling::default() };
+        Sampling {
+            temperature: self
+                .temperature
+                .or(checkpoint.temperature.map(|t| t as f32))
+                .unwrap_or(default.temperature),
+            top_k: self.top_k.or(checkpoint.top_k.map(|k| k as usize)).unwrap_or(default.top_k),
+            top_p: self.top_p.or(checkpoint.top_p.map(|p| p as f32)).unwrap_or(default.top_p),
+            min_p: self.min_p,
+            seed: self.seed,
+        }
+    }
+}
+
+impl Snapshot {
+    /// The tokenizer, if its vocabulary is the model's.
+    pub(crate) fn tokenizer(&self) -> Result<Tokenizer> {
+        let tokenizer = Tokenizer::open(&self.tokenizer)?;
+        check_vocabulary(self.checkpoint.config(), &tokenizer)?;
+        Ok(tokenizer)
+    }
+
+    /// Loads the weights, with progress, and says what runs.
+    pub(crate) fn load<D: Device>(
+        &self,
+        device: D,
+        sampling: &Sampling,
+        max_tokens: usize,
+    ) -> Result<Engine<D>> {
+        for warning in self.checkpoint.warnings() {
+            tell(format_args!("note: {warning}\n"));
+        }
+        let mut clock = Clock::new();
+        let engine =
+            Engine::with_checkpoint(self.checkpoint.clone(), device, &self.options, &mut |progress| {
+                if let OpenProgress::Loaded { layers, of } = progress {
+                    clock.line("loading", layers, of);
+                }
+            })?;
+        clock.clear();
+        tell(format_args!(
+            "{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {max_tokens} tokens\n",
+            self.checkpoint.variant(),
+            engine.model().device().kind(),
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed,
+        ));
+        Ok(engine)
+    }
+}
+
+/// Where the demonstration model can be: in the sources that this program was built from, or in those that it is run in.
+fn candidates() -> [PathBuf; 2] {
+    let nano = |root: &str| Path::new(root).join("fixtures/nano");
+    [nano(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")), nano(".")]
+}
+
+fn demonstration(candidates: &[PathBuf]) -> Result<PathBuf> {
+    match candidates.iter().find(|dir| dir.join("config.json").is_file()) {
+        Some(dir) => Ok(dir.clone()),
+        None => bail!(
+            "no model was named, and the demonstration model is not there: name a snapshot folder, or run in a checkout of \
+             the repository, whose fixtures/nano it is (looked for {})",
+            candidates.iter().map(|dir| dir.display().to_string()).collect::<Vec<_>>().join(" and ")
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_demonstration_model_is_a_folder_with_a_config() {
+        let root = tempfile::tempdir().unwrap();
+        let [built, here] = ["built", "here"].map(|name| root.path().join(name));
+        let both = [built.clone(), here.clone()];
+        let error = demonstration(&both).unwrap_err().to_string();
+        assert!(error.contains("name a snapshot folder") && error.contains("here"), "{error}");
+        for dir in &both {
+            std::fs::create_dir(dir).unwrap();
+        }
+        demonstration(&both).unwrap_err();
+        std::fs::write(here.join("config.json"), "{}").unwrap();
+        assert_eq!(demonstration(&both).unwrap(), here);
+        std::fs::write(built.join("config.json"), "{}").unwrap();
+        assert_eq!(demonstration(&both).unwrap(), built);
+    }
+}
