@@ -3,6 +3,8 @@
 //! Cycles through prefill chunk sizes must agree bit for bit, and everything that is expected of the checkpoint
 //! (`docs/vectors.md`) must hold. What cannot be checked is skipped, and skipped is not passed.
 
+pub mod conversation;
+mod dialogues;
 mod divergence;
 mod model;
 mod print;
@@ -20,6 +22,8 @@ pub use model::{Bounds, Cycle, Report};
 
 /// Checkpoints with expectations in the `fixtures` folder of the sources.
 const FIXTURES: [&str; 3] = ["tiny-k3", "tiny-k31", "dims-k31"];
+/// The one that was trained, and can be talked to. Last, so that its conversation is what a person sees.
+const NANO: &str = "nano";
 
 /// Arguments of `cargo xtask selfcheck`.
 #[derive(Clone, Debug, clap::Args)]
@@ -54,7 +58,8 @@ pub struct Args {
     /// Use this prefill chunk size in all cycles
     #[arg(long, value_name = "N")]
     pub chunk: Option<usize>,
-    /// Length of the fixed prompt that runs where there are no expectations [default: 16]
+    /// Length of a fixed prompt of random ids, to run where there are no expectations [default: 16; a checkpoint with a
+    /// tokenizer is asked a question]
     #[arg(long, value_name = "N")]
     pub tokens: Option<usize>,
     #[command(flatten)]
@@ -130,7 +135,8 @@ pub fn check(args: &Args, out: &mut dyn std::io::Write) -> Result<Vec<Report>> {
 /// What kept the results from being written.
 pub fn check_folder(args: &Args, fixtures: &Path, out: &mut dyn std::io::Write) -> Result<Vec<Report>> {
     let mut reports = Vec::new();
-    for name in FIXTURES {
+    let nano = fixtures.join(NANO).join("config.json").is_file();
+    for name in FIXTURES.into_iter().chain(nano.then_some(NANO)) {
         let dir = fixtures.join(name);
         let report = check_model(args, &dir, out).or_else(|error| {
             let error = if dir.join("config.json").is_file() {

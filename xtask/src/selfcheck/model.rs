@@ -8,14 +8,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use k3_graph::select::argmax;
 use k3_graph::{Device, LogitsWanted, Observer};
-use k3_runner::{Engine, EngineOptions, LogitsHash, LogitsHasher, RunError};
+use k3_runner::{Chatter, Engine, EngineOptions, LogitsHash, LogitsHasher, RunError, check_vocabulary};
+use k3_tokenizer::Tokenizer;
 
+use super::conversation::{self, Scene};
 use super::divergence::{self, Divergence, Forced};
-use super::prompt::fixed_prompt;
-use super::{Args, print};
+use super::prompt::{control_prompt, fixed_prompt};
+use super::{Args, dialogues, print};
 use crate::expect::{
-    Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare, fits_context,
-    record,
+    Check, Dialogue, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare,
+    fits_context, record,
 };
 use crate::open::ignores_indexer;
 use crate::progress::Progress;
@@ -146,26 +148,40 @@ pub(super) fn check<D: Device>(
     };
     let config = engine.model().config().clone();
     let layers = engine.model().num_layers();
-    let (prompt, continuation) = if let Some(expected) = &expected {
+    let context = config.max_position_embeddings;
+    let tokenizer = tokenizer(&engine, dir)?;
+    // Dialogues have prompts of their own.
+    let recorded = expected.as_ref().filter(|e| e.has_prompt());
+    let framed = tokenizer.as_ref().filter(|_| args.tokens.is_none() && recorded.is_none());
+    let framed = framed.map(control_prompt).transpose()?.filter(|ids| ids.len() < context);
+    let is_framed = framed.is_some();
+    let (prompt, continuation) = if let Some(expected) = recorded {
         if args.tokens.is_some() {
             bail!("--tokens has no use here: the prompt comes from {}", expected.files_text());
         }
         (expected.prompt(config.vocab_size)?, expected.continuation())
+    } else if let Some(ids) = framed {
+        let continuation = CONTINUATION.min(context - ids.len());
+        (ids, continuation)
     } else {
-        let context = config.max_position_embeddings;
         if let Some(tokens) = args.tokens.filter(|&tokens| tokens > context) {
             bail!("--tokens {tokens} does not fit the model's context of {context}");
         }
         let tokens = args.tokens.unwrap_or(PROMPT.min(context));
         (fixed_prompt(&engine, tokens)?, CONTINUATION.min(context - tokens))
     };
+    let (dialogues, unknown) = expected
+        .as_ref()
+        .map_or_else(|| Ok(Default::default()), |e| e.dialogues(config.vocab_size, context))?;
+    let scene = Scene::beside(dir)?;
     let ignore_indexer = ignores_indexer(&engine);
     let sizes = Sizes { config, layers, tokens: prompt.len(), continuation, ignore_indexer };
     fits_context(&sizes)?;
-    report.unknown = expected.as_ref().map_or_else(|| Ok(Vec::new()), |e| e.validate(&sizes))?;
-    print::expectations(expected.as_ref(), &report.unknown, &sizes, out)?;
-    let outcome =
-        fill(args, &mut engine, &prompt, expected.as_ref(), &sizes, bounds, threads, &mut report, out);
+    report.unknown = recorded.map_or_else(|| Ok(Vec::new()), |e| e.validate(&sizes))?;
+    report.unknown.extend(unknown);
+    print::expectations(expected.as_ref(), &report.unknown, &sizes, dialogues.len(), is_framed, out)?;
+    let outcome = fill(args, &mut engine, &prompt, recorded, &sizes, bounds, threads, &mut report, out)
+        .and_then(|()| speak(args, &mut engine, &dialogues, tokenizer, scene.as_ref(), &mut report, out));
     match outcome.map_err(anyhow::Error::downcast::<RunError>) {
         Ok(()) => report.checks.insert(0, Check::of("finite", true, Found::Nothing, "")),
         // The files are readable, and what they hold is no model: a result, not an obstacle.
@@ -218,10 +234,7 @@ fn fill<D: Device>(
         Check::of("bit-identical cycles", equal == of, Found::Equal { equal, of }, note)
     });
 
-    let Some(expected) = expected else {
-        report.checks.push(Check::skipped("expectations", "there are none: pass --expect FILE"));
-        return Ok(());
-    };
+    let Some(expected) = expected else { return Ok(()) };
     engine.set_chunk_tokens(args.chunk.unwrap_or(prompt.len()).min(whole));
     let recording = recorded(engine, prompt, expected, sizes)?;
     let note = "a run that is watched gives other bits than one that is not";
@@ -248,6 +261,48 @@ fn fill<D: Device>(
         bounds.sublayer,
     );
     Ok(())
+}
+
+/// What the checkpoint should say: its dialogues, and its conversation.
+fn speak<D: Device>(
+    args: &Args,
+    engine: &mut Engine<D>,
+    dialogues: &[Dialogue],
+    tokenizer: Option<Tokenizer>,
+    scene: Option<&Scene>,
+    report: &mut Report,
+    out: &mut dyn Write,
+) -> Result<()> {
+    engine.set_chunk_tokens(args.chunk.unwrap_or(EngineOptions::default().chunk_tokens));
+    if !dialogues.is_empty() {
+        report.checks.extend(dialogues::check(engine, dialogues)?);
+    }
+    match (scene, tokenizer) {
+        (None, _) => {}
+        (Some(_), None) => {
+            let why = "there is no tiktoken.model beside the weights";
+            report.checks.extend(["tool call", "tool answer"].map(|name| Check::skipped(name, why)));
+        }
+        (Some(scene), Some(tokenizer)) => {
+            let chatter = Chatter::new(engine, tokenizer)?;
+            report.checks.extend(conversation::round_trip(&chatter, scene, out)?);
+        }
+    }
+    let is_expected = |check: &Check| !["finite", "bit-identical cycles"].contains(&check.name.as_str());
+    if !report.checks.iter().any(is_expected) {
+        report.checks.push(Check::skipped("expectations", "there are none: pass --expect FILE"));
+    }
+    Ok(())
+}
+
+/// The tokenizer beside the weights, if there is one.
+fn tokenizer<D: Device>(engine: &Engine<D>, dir: &Path) -> Result<Option<Tokenizer>> {
+    if !dir.join("tiktoken.model").is_file() {
+        return Ok(None);
+    }
+    let tokenizer = Tokenizer::open(dir)?;
+    check_vocabulary(engine.model().config(), &tokenizer).with_context(|| dir.display().to_string())?;
+    Ok(Some(tokenizer))
 }
 
 /// Expectations that hold nothing to compare are no agreement; if they were asked for, that is a failure.

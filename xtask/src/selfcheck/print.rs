@@ -94,9 +94,17 @@ pub(super) fn expectations(
     expected: Option<&Expectations>,
     unknown: &[String],
     sizes: &Sizes,
+    dialogues: usize,
+    is_framed: bool,
     out: &mut dyn Write,
 ) -> Result<()> {
     let tokens = format!("{} and {} after them", count(sizes.tokens, "prompt token"), sizes.continuation);
+    let tokens = match expected.is_some_and(Expectations::has_prompt) {
+        true => tokens,
+        false if is_framed => format!("control prompt, framed as a conversation: {tokens}"),
+        false => format!("fixed prompt: {tokens}"),
+    };
+    let tokens = if dialogues > 0 { format!("{}; {tokens}", count(dialogues, "dialogue")) } else { tokens };
     match expected {
         Some(expected) => {
             let names: Vec<String> = expected
@@ -106,7 +114,7 @@ pub(super) fn expectations(
                 .collect();
             writeln!(out, "  expectations: {}; {tokens}", names.join(", "))?;
         }
-        None => writeln!(out, "  no expectations; fixed prompt: {tokens}")?,
+        None => writeln!(out, "  no expectations; {tokens}")?,
     }
     if !unknown.is_empty() {
         writeln!(out, "  note: not known, not compared: {}", unknown.join(", "))?;
@@ -183,7 +191,11 @@ fn headline(report: &Report) -> String {
             "logits rel-L2 {relative_l2:.1e} worst position {worst:.1e} max-abs {max_abs:.1e}"
         ));
     }
+    if let Some((relative_l2, _, max_abs)) = distance("dialogue logits") {
+        parts.push(format!("dialogue logits rel-L2 at most {relative_l2:.1e} max-abs {max_abs:.1e}"));
+    }
     for (name, label) in [
+        ("dialogue greedy", "dialogues greedy"),
         ("logits argmax", "argmax"),
         ("greedy_ids", "greedy"),
         ("router_idx", "router"),

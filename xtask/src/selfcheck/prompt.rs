@@ -1,14 +1,22 @@
-//! A prompt for checkpoints that nothing is known about.
+//! Prompts for checkpoints that nothing is expected of.
 
 use anyhow::{Result, ensure};
 use k3_graph::Device;
-use k3_runner::Engine;
+use k3_runner::{Engine, prompt_ids};
+use k3_tokenizer::Tokenizer;
+use k3_xtml::{ChatRequest, EncodeOptions, Message, encode};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 /// The last ids of the vocabulary are control slots (`docs/checkpoint.md` 8).
 const CONTROL_SLOTS: usize = 256;
 const SEED: u64 = 3;
+
+/// A question, framed as a conversation: what a trained model is made to read.
+pub(super) fn control_prompt(tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+    let request = ChatRequest::new(vec![Message::user("What is the weather in Paris?")]);
+    Ok(prompt_ids(tokenizer, &encode(&request, &EncodeOptions::default())?)?)
+}
 
 /// `len` ids, always the same for the same vocabulary: no special ids, and no control slots where the vocabulary has
 /// room for them.

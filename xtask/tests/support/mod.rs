@@ -7,6 +7,7 @@ use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 use xtask::expect::{Tensor, Tensors, Values, read_tensors, write_tensors};
 use xtask::selfcheck::{self, Report};
+use xtask::synth;
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures").join(name)
@@ -97,4 +98,21 @@ pub(crate) fn unread(args: &[&str]) -> (Option<i32>, String) {
     drop(reader);
     let output = program(args, writer);
     (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+/// A small random checkpoint with the words of `fixtures/tokenizer/small`.
+pub(crate) fn with_words() -> TempDir {
+    let dir = temporary();
+    synth::run(&synth::Args {
+        dir: dir.path().to_owned(),
+        geometry: synth::GeometryName::Tiny,
+        variant: None,
+        layers: None,
+        experts: None,
+        tokenizer: Some(fixture("tokenizer/small")),
+        seed: 0,
+        sparse: false,
+    })
+    .unwrap();
+    dir
 }
