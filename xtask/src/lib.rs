@@ -4,6 +4,7 @@
 
 pub mod bench;
 pub mod expect;
+pub mod nano;
 mod open;
 mod output;
 mod progress;

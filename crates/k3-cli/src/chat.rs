@@ -31,9 +31,9 @@ const DEMONSTRATION: &str = "conversation.json";
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  k3 chat                                              the demonstration model of the repository, with its tools
+  k3 chat                            the demonstration model of the repository
   k3 chat DIR --system 'Be brief.' --effort low
-  k3 chat DIR --tools tools.json                       OpenAI's declarations: a list, or a request's object with `tools`
+  k3 chat DIR --tools tools.json     OpenAI's list of tools, or an object with it
   printf 'Who are you?\\n' | k3 chat")]
 pub(crate) struct Args {
     #[command(flatten)]
