@@ -7,6 +7,7 @@ use std::fs;
 
 use serde_json::json;
 use support::{copy, f32s, fixture, i32s, on, refusal, selfcheck, with_words};
+use tempfile::TempDir;
 use xtask::expect::{Outcome, Tensor, Tensors, read_tensors, write_tensors};
 use xtask::selfcheck::{Args, Report};
 
@@ -14,69 +15,86 @@ fn names(report: &Report, outcome: Outcome) -> Vec<&str> {
     report.checks.iter().filter(|c| c.outcome == outcome).map(|c| c.name.as_str()).collect()
 }
 
-/// The oracle's prompt, last logits and continuation of tiny-k31 as a dialogue, and a second one without logits.
-fn dialogues() -> Tensors {
-    let all = read_tensors(&fixture("tiny-k31").join("expected.safetensors")).unwrap();
-    let logits = all["logits"].as_f32().unwrap();
-    let last = Tensor::f32([512], logits[logits.len() - 512..].to_vec());
-    let mut tensors = Tensors::new();
-    for name in ["one", "two"] {
-        tensors.insert(format!("{name}/input_ids"), all["input_ids"].clone());
-        tensors.insert(format!("{name}/greedy_ids"), all["greedy_ids"].clone());
-    }
-    tensors.insert("one/logits_last".to_owned(), last);
-    tensors
-}
-
-/// Runs the dialogues, changed, on tiny-k31.
-fn check(change: impl FnOnce(&mut Tensors)) -> (Report, String) {
+/// tiny-k31 with the oracle's expectations as two goldens, the second with the logits of the first token only.
+fn goldens(change: impl FnOnce(&mut Tensors)) -> TempDir {
     let dir = copy("tiny-k31", &["expected.safetensors", "expected.json", "trace.safetensors"]);
-    let mut tensors = dialogues();
-    change(&mut tensors);
-    write_tensors(&dir.path().join("expected.safetensors"), &tensors, "a test", false).unwrap();
-    let (reports, text) = selfcheck(&on(dir.path(), None));
-    let [report] = reports.try_into().unwrap();
-    (report, text)
+    fs::create_dir(dir.path().join("goldens")).unwrap();
+    let mut one = read_tensors(&fixture("tiny-k31").join("expected.safetensors")).unwrap();
+    let known = ["input_ids", "greedy_ids", "greedy_logits", "index_layers", "cont_index_sel"];
+    one.retain(|name, _| known.contains(&name.as_str()));
+    let mut two = one.clone();
+    let logits = two["greedy_logits"].as_f32().unwrap()[..512].to_vec();
+    two.insert("greedy_logits".to_owned(), Tensor::f32([1, 512], logits));
+    two.remove("cont_index_sel");
+    change(&mut two);
+    for (name, tensors) in [("1-one", one), ("2-two", two)] {
+        let file = dir.path().join(format!("goldens/{name}.safetensors"));
+        write_tensors(&file, &tensors, "a test", false).unwrap();
+    }
+    dir
 }
 
 #[track_caller]
 fn fails(change: impl FnOnce(&mut Tensors), failed: &str, note: &str) {
-    let (report, text) = check(change);
-    assert_eq!(names(&report, Outcome::Failed), [failed], "{text}");
-    assert!(report.check(failed).unwrap().note.contains(note), "{text}");
+    let dir = goldens(change);
+    let (reports, text) = selfcheck(&on(dir.path(), None));
+    assert_eq!(names(&reports[0], Outcome::Failed), [failed], "{text}");
+    assert!(reports[0].check(failed).unwrap().note.contains(note), "{text}");
 }
 
 #[test]
-fn dialogues_are_expectations() {
-    let (report, text) = check(|_| {});
-    assert!(report.is_good(), "{text}");
-    assert_eq!(names(&report, Outcome::Passed), ["finite", "dialogue logits", "dialogue greedy"]);
-    assert!(text.contains("2 dialogues; fixed prompt: 16 prompt tokens"), "{text}");
-    assert!(text.contains("dialogues greedy 2/2"), "{text}");
+fn goldens_are_expectations() {
+    let dir = goldens(|_| {});
+    let folder = dir.path().join("goldens");
+    // Beside the weights, or named.
+    for expect in [None, Some(folder.as_path())] {
+        let (reports, text) = selfcheck(&on(dir.path(), expect));
+        assert!(reports[0].is_good(), "{text}");
+        let passed = names(&reports[0], Outcome::Passed);
+        let of = ["goldens greedy_ids", "goldens greedy_logits", "goldens cont_index_sel"];
+        assert_eq!(passed, [&["finite"], &of[..]].concat());
+        assert_eq!(names(&reports[0], Outcome::Skipped), ["bit-identical cycles"]);
+        assert!(text.contains("expectations: 2 goldens; fixed prompt: 16 prompt tokens"), "{text}");
+        // Both continuations of 16 tokens; the selections of one, on four layers.
+        assert!(text.contains("greedy tokens 32/32, indexer 64/64"), "{text}");
+        assert!(text.contains("goldens logits rel-L2 at most"), "{text}");
+    }
 
-    fails(|t| i32s(t.get_mut("two/greedy_ids").unwrap())[3] ^= 1, "dialogue greedy", "two: token 3");
-    fails(|t| f32s(t.get_mut("one/logits_last").unwrap())[3] += 1.0, "dialogue logits", "one: ");
-    fails(|t| f32s(t.get_mut("one/logits_last").unwrap())[3] = f32::NAN, "dialogue logits", "one: ");
+    let id = |t: &mut Tensors| i32s(t.get_mut("greedy_ids").unwrap())[3] ^= 1;
+    fails(id, "goldens greedy_ids", "2-two: first at token 3 after the prompt");
+    let logits = |t: &mut Tensors| f32s(t.get_mut("greedy_logits").unwrap())[3] += 1.0;
+    fails(logits, "goldens greedy_logits", "2-two: token 0 after the prompt");
+    let nan = |t: &mut Tensors| f32s(t.get_mut("greedy_logits").unwrap())[3] = f32::NAN;
+    fails(nan, "goldens greedy_logits", "2-two");
+    // Within the bound of random weights, outside that of goldens.
+    let near =
+        |t: &mut Tensors| f32s(t.get_mut("greedy_logits").unwrap()).iter_mut().for_each(|v| *v *= 1.000_02);
+    fails(near, "goldens greedy_logits", "2-two");
 
-    let (report, text) = check(|t| drop(t.insert("two/margin".to_owned(), Tensor::f32([1], vec![0.5]))));
-    assert!(report.is_good() && text.contains("not known, not compared: two/margin"), "{text}");
+    let dir = goldens(|t| drop(t.insert("margin".to_owned(), Tensor::f32([1], vec![0.5]))));
+    let (reports, text) = selfcheck(&on(dir.path(), None));
+    assert!(reports[0].is_good() && text.contains("not known, not compared: margin"), "{text}");
 }
 
 #[test]
-fn bad_dialogues_are_named() {
+fn bad_goldens_are_named() {
     let refused = |change: fn(&mut Tensors), why: &str| {
-        let dir = copy("tiny-k31", &["expected.safetensors", "expected.json", "trace.safetensors"]);
-        let mut tensors = dialogues();
-        change(&mut tensors);
-        write_tensors(&dir.path().join("expected.safetensors"), &tensors, "a test", false).unwrap();
-        let error = refusal(&on(dir.path(), None));
-        assert!(error.contains("expected.safetensors") && error.contains(why), "{error}");
+        let error = refusal(&on(goldens(change).path(), None));
+        assert!(error.contains("2-two.safetensors") && error.contains(why), "{error}");
     };
-    refused(|t| drop(t.remove("one/input_ids")), "expected token ids in `one/input_ids`");
-    refused(|t| i32s(t.get_mut("one/input_ids").unwrap())[1] = 512, "below 512, found 512 at 1");
-    refused(|t| drop(t.remove("two/greedy_ids")), "found nothing to compare");
-    refused(|t| drop(t.insert("one/logits_last".into(), Tensor::f32([2], vec![0.0; 2]))), "F32 [512]");
-    refused(|t| drop(t.insert("one/greedy_ids".into(), Tensor::i32([4090], vec![1; 4090]))), "do not fit");
+    refused(|t| drop(t.remove("input_ids")), "there is no prompt");
+    refused(|t| i32s(t.get_mut("input_ids").unwrap())[1] = 512, "below 512, found 512 at 1");
+    refused(|t| t.retain(|name, _| name == "input_ids"), "nothing in it that can be compared");
+    refused(
+        |t| drop(t.insert("greedy_logits".into(), Tensor::f32([17, 512], vec![0.0; 17 * 512]))),
+        "[17, 512]",
+    );
+    refused(|t| drop(t.insert("greedy_ids".into(), Tensor::i32([4090], vec![1; 4090]))), "do not fit");
+    let dir = goldens(|_| {});
+    for file in ["1-one", "2-two"] {
+        fs::remove_file(dir.path().join(format!("goldens/{file}.safetensors"))).unwrap();
+    }
+    assert!(refusal(&on(dir.path(), None)).contains("nor any other .safetensors file"));
 }
 
 /// The prompt of a checkpoint with words is a conversation; without the tokenizer's consent it is none.

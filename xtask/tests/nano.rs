@@ -4,6 +4,7 @@
 mod support;
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -199,6 +200,21 @@ fn dialogues_are_rendered_here() {
     let text = small().decode_lossy(&items[0].prompt).unwrap();
     assert!(text.contains("thinking_effort=low") && text.contains("What does Anna have?"), "{text}");
     assert!(text.ends_with("<|open|>think<|sep|>"), "{text}");
+}
+
+#[test]
+fn dialogues_may_be_compressed() {
+    let (dir, path) = file(&[line(|_| {})]);
+    let packed = dir.path().join("eval.jsonl.gz");
+    let mut encoder =
+        flate2::write::GzEncoder::new(fs::File::create(&packed).unwrap(), flate2::Compression::best());
+    encoder.write_all(&fs::read(&path).unwrap()).unwrap();
+    encoder.finish().unwrap();
+    assert_eq!(read_items(&packed, &small()).unwrap(), read_items(&path, &small()).unwrap());
+    let bytes = fs::read(&packed).unwrap();
+    fs::write(&packed, &bytes[..bytes.len() - 9]).unwrap();
+    let error = format!("{:#}", read_items(&packed, &small()).unwrap_err());
+    assert!(error.contains("reading the dialogues"), "{error}");
 }
 
 #[test]

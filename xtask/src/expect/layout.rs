@@ -107,6 +107,15 @@ impl Entry {
         }
     }
 
+    /// Whether an expectation of this shape can be compared. Logits of a continuation may be those of its first tokens
+    /// only: they are large.
+    pub fn admits(&self, shape: &[usize]) -> bool {
+        match (self.name, shape, self.shape.as_slice()) {
+            ("greedy_logits", [rows, width], [most, vocab]) => rows <= most && width == vocab,
+            _ => shape == self.shape,
+        }
+    }
+
     /// Whether it tells what the indexer did.
     pub fn is_of_indexer(&self) -> bool {
         INDEXER.contains(&self.name)

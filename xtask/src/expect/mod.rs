@@ -4,7 +4,6 @@
 //! them is ([`layout`]). So a file that `cargo xtask trace` wrote is an expectation like any other.
 
 mod compare;
-mod dialogue;
 mod layout;
 mod ranks;
 mod read;
@@ -13,7 +12,6 @@ mod run;
 mod tensor;
 
 pub use compare::{Check, Found, Outcome, compare};
-pub use dialogue::Dialogue;
 pub use layout::{Axis, Entry, Rows, Rule, Sizes, layout};
 pub use read::Expectations;
 pub use record::{Injection, Recorder, Wanted};

@@ -1,12 +1,11 @@
 //! Reading expectations from the files of `docs/vectors.md`.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
 
-use super::{Dialogue, Entry, Rule, Sizes, Tensor, Tensors, layout, read_tensors};
+use super::{Entry, Rule, Sizes, Tensor, Tensors, layout, read_tensors};
 
 /// Names of the files in a folder.
 const TENSORS: &str = "expected.safetensors";
@@ -21,10 +20,8 @@ pub(crate) const FILES: [&str; 3] = [TENSORS, JSON, TRACE];
 pub struct Expectations {
     /// Where they come from.
     pub files: Vec<PathBuf>,
-    /// The tensors of all files about the one prompt that is recorded in full, if there is one.
+    /// The tensors of all files.
     pub tensors: Tensors,
-    /// The tensors about each of any number of dialogues, by its name.
-    pub dialogues: BTreeMap<String, Tensors>,
     /// `greedy` of the JSON file.
     pub json_greedy: Option<Vec<i32>>,
 }
@@ -56,12 +53,7 @@ impl Expectations {
         if !path.is_dir() && !is_there(&path)? {
             bail!("{}: no such file or folder with expectations", path.display());
         }
-        let mut expectations = Self {
-            files: Vec::new(),
-            tensors: Tensors::new(),
-            dialogues: BTreeMap::new(),
-            json_greedy: None,
-        };
+        let mut expectations = Self { files: Vec::new(), tensors: Tensors::new(), json_greedy: None };
         if is_there(&tensors)? {
             expectations.add_tensors(&tensors)?;
         }
@@ -73,9 +65,8 @@ impl Expectations {
             expectations.add_json(&json)?;
         }
         ensure!(
-            expectations.has_prompt() || !expectations.dialogues.is_empty(),
-            "{}: there is no prompt: neither a tensor `input_ids` (or `NAME/input_ids` of a dialogue) nor the key `prompt` \
-             of a .json file beside it",
+            expectations.tensors.contains_key("input_ids"),
+            "{}: there is no prompt: neither a tensor `input_ids` nor the key `prompt` of a .json file beside it",
             path.display()
         );
         Ok(expectations)
@@ -91,18 +82,31 @@ impl Expectations {
         any.then(|| Self::read(dir)).transpose()
     }
 
+    /// The expectations in a folder of many: those of every .safetensors file in it, by name, each with its name.
+    ///
+    /// # Errors
+    /// Those of [`Expectations::read`], and a folder without such a file.
+    pub fn read_each(dir: &Path) -> Result<Vec<(String, Self)>> {
+        let listing = || format!("listing the expectations in {}", dir.display());
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(dir).with_context(listing)? {
+            let path = entry.with_context(listing)?.path();
+            if path.extension().is_some_and(|e| e == "safetensors") {
+                files.push(path);
+            }
+        }
+        ensure!(
+            !files.is_empty(),
+            "{} holds neither {TENSORS} nor {JSON}, nor any other .safetensors file with expectations",
+            dir.display()
+        );
+        files.sort();
+        let name = |file: &Path| file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        files.iter().map(|file| Ok((name(file), Self::read(file)?))).collect()
+    }
+
     fn add_tensors(&mut self, path: &Path) -> Result<()> {
         for (name, tensor) in read_tensors(path)? {
-            if let Some((dialogue, name)) = name.split_once('/') {
-                let of = self.dialogues.entry(dialogue.to_owned()).or_default();
-                ensure!(
-                    of.insert(name.to_owned(), tensor).is_none(),
-                    "tensor `{dialogue}/{name}` is in {} and in {}",
-                    self.files_text(),
-                    path.display()
-                );
-                continue;
-            }
             if self.tensors.contains_key(&name) {
                 bail!("tensor `{name}` is in {} and in {}", self.files_text(), path.display());
             }
@@ -140,25 +144,6 @@ impl Expectations {
         self.json_greedy = ids("greedy")?;
         self.files.push(path.to_owned());
         Ok(())
-    }
-
-    /// Whether there is a prompt beside those of the dialogues.
-    pub fn has_prompt(&self) -> bool {
-        self.tensors.contains_key("input_ids")
-    }
-
-    /// The dialogues, once each is known to fit the model, and the names in them that mean nothing.
-    ///
-    /// # Errors
-    /// A tensor of another type or shape than `docs/vectors.md` 6 has, ids that the vocabulary does not have, more tokens
-    /// than the context.
-    pub fn dialogues(&self, vocab_size: usize, context: usize) -> Result<(Vec<Dialogue>, Vec<String>)> {
-        let mut unknown = Vec::new();
-        let read = |(name, tensors): (&String, &Tensors)| {
-            Dialogue::read(name, tensors, vocab_size, context, &mut unknown)
-        };
-        let dialogues = self.dialogues.iter().map(read).collect::<Result<_>>();
-        Ok((dialogues.with_context(|| self.files_text())?, unknown))
     }
 
     /// The files, for a message.
@@ -215,7 +200,7 @@ impl Expectations {
 
     fn fits(&self, entry: &Entry, tensor: &Tensor, sizes: &Sizes) -> Result<()> {
         let name = entry.name;
-        if tensor.dtype() != entry.dtype() || tensor.shape != entry.shape {
+        if tensor.dtype() != entry.dtype() || !entry.admits(&tensor.shape) {
             bail!(
                 "{}: tensor `{name}`: expected {:?} {:?} for {} layers, {} prompt tokens and {} after them, found \
                  {:?} {:?}: the file is of another model or another run, or damaged",

@@ -1,10 +1,12 @@
 //! `cargo xtask nano eval`: how many held-out dialogues the model continues exactly as intended.
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use flate2::bufread::GzDecoder;
 use k3_graph::{Device, LogitsWanted, Silent};
 use k3_runner::{Engine, Sampler, Sampling, Sequence, Step, check_vocabulary, prompt_ids};
 use k3_tokenizer::Tokenizer;
@@ -16,6 +18,10 @@ use super::table::{Column, table};
 use super::{IndexerMode, OnEngine, nano, on_engine};
 use crate::progress::Progress;
 
+/// Name of the dialogues in a checkpoint's folder.
+const DIALOGUES: &str = "dialogues.jsonl.gz";
+/// The most bytes of dialogues that are read: they are held in memory.
+const MAX_BYTES: u64 = 1 << 30;
 /// Dialogues that are continued in one pass.
 const BATCH: usize = 16;
 /// Tokens that a reply may have more than the intended one.
@@ -23,7 +29,7 @@ const EXTRA: usize = 8;
 
 /// Share of dialogues that a model continues exactly as intended, by task
 ///
-/// Every line of the evaluation file is a JSON object: `task`, `request` (as `k3 generate --chat` takes it), `reply` (the
+/// Every line of the evaluation file, which may be compressed with gzip, is a JSON object: `task`, `request` (as `k3 generate --chat` takes it), `reply` (the
 /// token ids that the model must write, the end of the message included), and for dialogues that ask for something earlier
 /// `value` (its ids) and `distance` (tokens since then). The request is rendered and tokenized here; the reply is greedy.
 #[derive(Clone, Debug, clap::Args)]
@@ -37,7 +43,7 @@ pub struct EvalArgs {
     /// Snapshot, with its tokenizer [default: fixtures/nano of this repository]
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
-    /// Dialogues [default: eval.jsonl in the snapshot's folder]
+    /// Dialogues [default: dialogues.jsonl.gz in the snapshot's folder]
     #[arg(long, value_name = "FILE")]
     pub eval: Option<PathBuf>,
     /// Only the first N of each task
@@ -110,7 +116,7 @@ pub struct Score {
 
 pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let dir = args.model.clone().unwrap_or_else(nano);
-    let file = args.eval.clone().unwrap_or_else(|| dir.join("eval.jsonl"));
+    let file = args.eval.clone().unwrap_or_else(|| dir.join(DIALOGUES));
     let tokenizer = Tokenizer::open(&dir)?;
     let mut items = read_items(&file, &tokenizer)?;
     for task in &args.task {
@@ -150,13 +156,27 @@ fn name_of(mode: IndexerMode) -> &'static str {
 /// # Errors
 /// A line that is no such dialogue, by its number.
 pub fn read_items(file: &Path, tokenizer: &Tokenizer) -> Result<Vec<Item>> {
-    let text =
-        std::fs::read_to_string(file).with_context(|| format!("reading the dialogues {}", file.display()))?;
+    let text = read(file).with_context(|| format!("reading the dialogues {}", file.display()))?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let read = |(at, line): (usize, &str)| {
         item(line, tokenizer).with_context(|| format!("{}, line {}", file.display(), at + 1))
     };
     lines.map(read).collect()
+}
+
+/// The text of a file, which may be compressed.
+fn read(path: &Path) -> Result<String> {
+    let mut file = BufReader::new(File::open(path)?);
+    let is_compressed = file.fill_buf()?.starts_with(&[0x1f, 0x8b]);
+    let mut text = String::new();
+    let read = |from: &mut dyn Read, text: &mut String| from.take(MAX_BYTES + 1).read_to_string(text);
+    if is_compressed {
+        read(&mut GzDecoder::new(file), &mut text)?
+    } else {
+        read(&mut file, &mut text)?
+    };
+    ensure!(text.len() as u64 <= MAX_BYTES, "it holds more than {MAX_BYTES} bytes");
+    Ok(text)
 }
 
 fn item(line: &str, tokenizer: &Tokenizer) -> Result<Item> {

@@ -9,8 +9,9 @@ use k3_runner::Engine;
 
 use super::table::{Column, table};
 use super::{IndexerMode, OnEngine, nano, on_engine};
-use crate::expect::{Dialogue, Expectations, relative_l2};
+use crate::expect::{Expectations, relative_l2};
 use crate::progress::Progress;
+use crate::selfcheck::GOLDENS;
 
 /// How far logits move when tokens attend all keys, or random ones, instead of the indexer's
 ///
@@ -93,17 +94,22 @@ pub(super) fn run(args: &IndexerArgs) -> Result<()> {
 /// # Errors
 /// A checkpoint without an indexer, without expectations of logits, or without a prompt that is long enough.
 pub fn differences(dir: &Path, threads: usize, seed: u64) -> Result<(usize, Vec<Difference>)> {
-    let expected = Expectations::beside(dir)?.with_context(|| {
-        format!("{}: there are no expectations beside the weights (docs/vectors.md)", dir.display())
-    })?;
+    let folder = dir.join(GOLDENS);
+    let mut expected = if folder.is_dir() { Expectations::read_each(&folder)? } else { Vec::new() };
+    expected.extend(Expectations::beside(dir)?.map(|e| ("prompt".to_owned(), e)));
+    ensure!(
+        !expected.is_empty(),
+        "{}: there are no expectations beside the weights (docs/vectors.md)",
+        dir.display()
+    );
     let run = |mode| on_engine(dir, mode, threads, seed, Logits { expected: &expected });
     let (topk, prompts, indexer) = run(IndexerMode::On)?;
     let (_, _, dense) = run(IndexerMode::Off)?;
     let (_, _, random) = run(IndexerMode::Random)?;
     let distances = indexer.into_iter().zip(dense).zip(random);
-    let difference = |(prompt, ((indexer, dense), random)): (Dialogue, _)| Difference {
+    let difference = |(prompt, ((indexer, dense), random)): (Prompt, _)| Difference {
         name: prompt.name,
-        tokens: prompt.prompt.len(),
+        tokens: prompt.ids.len(),
         indexer,
         dense,
         random,
@@ -111,41 +117,51 @@ pub fn differences(dir: &Path, threads: usize, seed: u64) -> Result<(usize, Vec<
     Ok((topk, prompts.into_iter().zip(distances).map(difference).collect()))
 }
 
+/// A prompt and the logits that are expected after it.
+struct Prompt {
+    name: String,
+    ids: Vec<u32>,
+    logits: Vec<f32>,
+}
+
 /// The distances of the logits after every prompt of more tokens than the budget.
 struct Logits<'a> {
-    expected: &'a Expectations,
+    expected: &'a [(String, Expectations)],
 }
 
 impl OnEngine for Logits<'_> {
-    type Output = (usize, Vec<Dialogue>, Vec<f64>);
+    type Output = (usize, Vec<Prompt>, Vec<f64>);
 
     fn on<D: Device>(self, engine: &Engine<D>) -> Result<Self::Output> {
-        let (config, files) = (engine.model().config(), self.expected.files_text());
+        let config = engine.model().config();
         let topk = config
             .indexer
             .as_ref()
             .with_context(|| format!("{} has no indexer that could matter", engine.checkpoint().variant()))?;
         let topk = topk.topk;
-        let (mut prompts, _) = self.expected.dialogues(config.vocab_size, config.max_position_embeddings)?;
-        if self.expected.has_prompt() {
-            let logits = self.expected.tensors.get("logits").and_then(|t| t.as_f32());
-            prompts.push(Dialogue {
-                name: "prompt".to_owned(),
-                prompt: self.expected.prompt(config.vocab_size)?,
-                logits: logits.and_then(|l| l.chunks_exact(config.vocab_size).last().map(<[f32]>::to_vec)),
-                greedy: Vec::new(),
-            });
+        let mut prompts = Vec::new();
+        for (name, expected) in self.expected {
+            let rows = |tensor: &str| {
+                let values = expected.tensors.get(tensor).and_then(|t| t.as_f32()).unwrap_or_default();
+                values.chunks_exact(config.vocab_size)
+            };
+            let ids = expected.prompt(config.vocab_size)?;
+            if let Some(logits) = rows("greedy_logits").next().or_else(|| rows("logits").last())
+                && ids.len() > topk
+            {
+                prompts.push(Prompt { name: name.clone(), ids, logits: logits.to_vec() });
+            }
         }
-        prompts.retain(|p| p.logits.is_some() && p.prompt.len() > topk);
         ensure!(
             !prompts.is_empty(),
-            "{files}: no prompt with logits has more than the indexer's {topk} tokens"
+            "{}: no prompt with logits has more than the indexer's {topk} tokens",
+            engine.checkpoint().dir().display()
         );
         let mut progress = Progress::steps(engine.model().device().kind(), prompts.len());
-        let mut distance = |p: &Dialogue| -> Result<f64> {
-            let logits = engine.prefill(&mut engine.new_sequence()?, &p.prompt)?;
+        let mut distance = |p: &Prompt| -> Result<f64> {
+            let logits = engine.prefill(&mut engine.new_sequence()?, &p.ids)?;
             progress.step();
-            Ok(relative_l2(&logits.values, p.logits.as_deref().unwrap_or_default()).0)
+            Ok(relative_l2(&logits.values, &p.logits).0)
         };
         let distances = prompts.iter().map(&mut distance).collect::<Result<_>>()?;
         Ok((topk, prompts, distances))

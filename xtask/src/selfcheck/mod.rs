@@ -4,8 +4,8 @@
 //! (`docs/vectors.md`) must hold. What cannot be checked is skipped, and skipped is not passed.
 
 pub mod conversation;
-mod dialogues;
 mod divergence;
+mod goldens;
 mod model;
 mod print;
 mod prompt;
@@ -16,6 +16,8 @@ use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
 
 use crate::OpenArgs;
+
+pub(crate) use goldens::FOLDER as GOLDENS;
 
 pub use divergence::{Divergence, Forced, Sublayer};
 pub use model::{Bounds, Cycle, Report};
@@ -49,7 +51,8 @@ pub struct Args {
     /// Runs to compare; they take the whole prompt at once (512 tokens at most), chunks of 7, and single tokens in turn
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub cycles: u32,
-    /// Expected results: a .safetensors or .json file, or a folder [default: those in the snapshot's folder]
+    /// Expected results: a .safetensors or .json file, or a folder of one or many [default: those in the snapshot's folder,
+    /// and in the folder `goldens` there]
     #[arg(long, value_name = "FILE", requires = "model")]
     pub expect: Option<PathBuf>,
     /// Threads of the CPU device; 0 is one a core

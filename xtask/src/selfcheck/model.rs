@@ -14,10 +14,10 @@ use k3_tokenizer::Tokenizer;
 use super::conversation::{self, Scene};
 use super::divergence::{self, Divergence, Forced};
 use super::prompt::{control_prompt, fixed_prompt};
-use super::{Args, dialogues, print};
+use super::{Args, goldens, print};
 use crate::expect::{
-    Check, Dialogue, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare,
-    fits_context, record,
+    Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare, fits_context,
+    record,
 };
 use crate::open::ignores_indexer;
 use crate::progress::Progress;
@@ -142,20 +142,15 @@ pub(super) fn check<D: Device>(
     let mut engine = args.open.open(dir, device)?;
     print::opened(args, &engine, &report.model, threads, started.elapsed(), out)?;
 
-    let expected = match &args.expect {
-        Some(path) => Some(Expectations::read(path)?),
-        None => Expectations::beside(dir)?,
-    };
+    let (expected, goldens) = expected(args, dir)?;
     let config = engine.model().config().clone();
     let layers = engine.model().num_layers();
     let context = config.max_position_embeddings;
     let tokenizer = tokenizer(&engine, dir)?;
-    // Dialogues have prompts of their own.
-    let recorded = expected.as_ref().filter(|e| e.has_prompt());
-    let framed = tokenizer.as_ref().filter(|_| args.tokens.is_none() && recorded.is_none());
+    let framed = tokenizer.as_ref().filter(|_| args.tokens.is_none() && expected.is_none());
     let framed = framed.map(control_prompt).transpose()?.filter(|ids| ids.len() < context);
     let is_framed = framed.is_some();
-    let (prompt, continuation) = if let Some(expected) = recorded {
+    let (prompt, continuation) = if let Some(expected) = &expected {
         if args.tokens.is_some() {
             bail!("--tokens has no use here: the prompt comes from {}", expected.files_text());
         }
@@ -170,18 +165,16 @@ pub(super) fn check<D: Device>(
         let tokens = args.tokens.unwrap_or(PROMPT.min(context));
         (fixed_prompt(&engine, tokens)?, CONTINUATION.min(context - tokens))
     };
-    let (dialogues, unknown) = expected
-        .as_ref()
-        .map_or_else(|| Ok(Default::default()), |e| e.dialogues(config.vocab_size, context))?;
     let scene = Scene::beside(dir)?;
     let ignore_indexer = ignores_indexer(&engine);
     let sizes = Sizes { config, layers, tokens: prompt.len(), continuation, ignore_indexer };
     fits_context(&sizes)?;
-    report.unknown = recorded.map_or_else(|| Ok(Vec::new()), |e| e.validate(&sizes))?;
-    report.unknown.extend(unknown);
-    print::expectations(expected.as_ref(), &report.unknown, &sizes, dialogues.len(), is_framed, out)?;
-    let outcome = fill(args, &mut engine, &prompt, recorded, &sizes, bounds, threads, &mut report, out)
-        .and_then(|()| speak(args, &mut engine, &dialogues, tokenizer, scene.as_ref(), &mut report, out));
+    report.unknown = expected.as_ref().map_or_else(|| Ok(Vec::new()), |e| e.validate(&sizes))?;
+    let goldens = goldens::ready(goldens, &sizes, &mut report.unknown)?;
+    print::expectations(expected.as_ref(), &report.unknown, &sizes, goldens.len(), is_framed, out)?;
+    let outcome =
+        fill(args, &mut engine, &prompt, expected.as_ref(), &sizes, bounds, threads, &mut report, out)
+            .and_then(|()| speak(args, &mut engine, &goldens, tokenizer, scene.as_ref(), &mut report, out));
     match outcome.map_err(anyhow::Error::downcast::<RunError>) {
         Ok(()) => report.checks.insert(0, Check::of("finite", true, Found::Nothing, "")),
         // The files are readable, and what they hold is no model: a result, not an obstacle.
@@ -263,19 +256,19 @@ fn fill<D: Device>(
     Ok(())
 }
 
-/// What the checkpoint should say: its dialogues, and its conversation.
+/// What the checkpoint should say: its goldens, and its conversation.
 fn speak<D: Device>(
     args: &Args,
     engine: &mut Engine<D>,
-    dialogues: &[Dialogue],
+    goldens: &[goldens::Golden],
     tokenizer: Option<Tokenizer>,
     scene: Option<&Scene>,
     report: &mut Report,
     out: &mut dyn Write,
 ) -> Result<()> {
     engine.set_chunk_tokens(args.chunk.unwrap_or(EngineOptions::default().chunk_tokens));
-    if !dialogues.is_empty() {
-        report.checks.extend(dialogues::check(engine, dialogues)?);
+    if !goldens.is_empty() {
+        report.checks.extend(goldens::check(engine, goldens)?);
     }
     match (scene, tokenizer) {
         (None, _) => {}
@@ -293,6 +286,28 @@ fn speak<D: Device>(
         report.checks.push(Check::skipped("expectations", "there are none: pass --expect FILE"));
     }
     Ok(())
+}
+
+/// Expectations of one of many prompts, with its name.
+type Named = (String, Expectations);
+
+/// What is expected of one prompt, and of many others: of those that were named, else of those that the checkpoint has.
+fn expected(args: &Args, dir: &Path) -> Result<(Option<Expectations>, Vec<Named>)> {
+    match &args.expect {
+        // Shards of a checkpoint are no expectations, and may not fit into memory.
+        Some(path) if path.is_dir() && !path.join("config.json").exists() => {
+            match Expectations::beside(path)? {
+                Some(expected) => Ok((Some(expected), Vec::new())),
+                None => Ok((None, Expectations::read_each(path)?)),
+            }
+        }
+        Some(path) => Ok((Some(Expectations::read(path)?), Vec::new())),
+        None => {
+            let many = dir.join(goldens::FOLDER);
+            let many = if many.is_dir() { Expectations::read_each(&many)? } else { Vec::new() };
+            Ok((Expectations::beside(dir)?, many))
+        }
+    }
 }
 
 /// The tokenizer beside the weights, if there is one.

@@ -94,28 +94,29 @@ pub(super) fn expectations(
     expected: Option<&Expectations>,
     unknown: &[String],
     sizes: &Sizes,
-    dialogues: usize,
+    goldens: usize,
     is_framed: bool,
     out: &mut dyn Write,
 ) -> Result<()> {
     let tokens = format!("{} and {} after them", count(sizes.tokens, "prompt token"), sizes.continuation);
-    let tokens = match expected.is_some_and(Expectations::has_prompt) {
-        true => tokens,
-        false if is_framed => format!("control prompt, framed as a conversation: {tokens}"),
-        false => format!("fixed prompt: {tokens}"),
+    let tokens = match (expected, is_framed) {
+        (Some(_), _) => tokens,
+        (None, true) => format!("control prompt, framed as a conversation: {tokens}"),
+        (None, false) => format!("fixed prompt: {tokens}"),
     };
-    let tokens = if dialogues > 0 { format!("{}; {tokens}", count(dialogues, "dialogue")) } else { tokens };
-    match expected {
-        Some(expected) => {
-            let names: Vec<String> = expected
-                .files
-                .iter()
-                .map(|f| f.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned()))
-                .collect();
-            writeln!(out, "  expectations: {}; {tokens}", names.join(", "))?;
-        }
-        None => writeln!(out, "  no expectations; {tokens}")?,
+    let files = expected.map_or(&[][..], |e| &e.files);
+    let mut names: Vec<String> = files
+        .iter()
+        .map(|f| f.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned()))
+        .collect();
+    if goldens > 0 {
+        names.push(count(goldens, "golden"));
     }
+    let names = match names.as_slice() {
+        [] => "no expectations".to_owned(),
+        names => format!("expectations: {}", names.join(", ")),
+    };
+    writeln!(out, "  {names}; {tokens}")?;
     if !unknown.is_empty() {
         writeln!(out, "  note: not known, not compared: {}", unknown.join(", "))?;
     }
@@ -191,11 +192,12 @@ fn headline(report: &Report) -> String {
             "logits rel-L2 {relative_l2:.1e} worst position {worst:.1e} max-abs {max_abs:.1e}"
         ));
     }
-    if let Some((relative_l2, _, max_abs)) = distance("dialogue logits") {
-        parts.push(format!("dialogue logits rel-L2 at most {relative_l2:.1e} max-abs {max_abs:.1e}"));
+    if let Some((relative_l2, _, max_abs)) = distance("goldens greedy_logits") {
+        parts.push(format!("goldens logits rel-L2 at most {relative_l2:.1e} max-abs {max_abs:.1e}"));
     }
     for (name, label) in [
-        ("dialogue greedy", "dialogues greedy"),
+        ("goldens greedy_ids", "greedy tokens"),
+        ("goldens cont_index_sel", "indexer"),
         ("logits argmax", "argmax"),
         ("greedy_ids", "greedy"),
         ("router_idx", "router"),
