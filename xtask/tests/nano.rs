@@ -177,7 +177,8 @@ fn line(change: impl FnOnce(&mut Value)) -> String {
     let mut line = json!({
         "task": "recall",
         "request": {"messages": [{"role": "user", "content": "What does Anna have?"}], "reasoning_effort": "low"},
-        "reply": [5, 6, 7, 6, 7, 770], "value": [6, 7], "distance": 70,
+        "reply": {"role": "assistant", "reasoning_content": "Anna: plum.", "content": "Anna has plum."},
+        "value": "plum", "distance": 70,
     });
     change(&mut line);
     line.to_string()
@@ -195,11 +196,36 @@ fn dialogues_are_rendered_here() {
     let (_dir, path) = file(&[line(|_| {}), String::new(), line(|l| l["value"] = Value::Null)]);
     let items = read_items(&path, &small()).unwrap();
     assert_eq!(items.len(), 2);
-    assert_eq!(items[0].value, Some((1, vec![6, 7])), "the first place counts");
+    let (place, value) = items[0].value.clone().unwrap();
+    assert_eq!(value, small().encode(" plum"));
+    assert_eq!(place, small().encode("Anna:").len(), "the first place counts");
     assert_eq!((items[0].distance, items[1].value.clone()), (Some(70), None));
     let text = small().decode_lossy(&items[0].prompt).unwrap();
     assert!(text.contains("thinking_effort=low") && text.contains("What does Anna have?"), "{text}");
     assert!(text.ends_with("<|open|>think<|sep|>"), "{text}");
+    assert_eq!(
+        small().decode_lossy(&items[0].reply).unwrap(),
+        "Anna: plum.<|close|>think<|sep|><|open|>response<|sep|>Anna has plum.<|close|>response<|sep|><|close|>message<|sep|>\
+         <|end_of_msg|>"
+    );
+}
+
+/// Calls are compared as the model writes them.
+#[test]
+fn replies_may_call() {
+    let call = json!({"function": {"name": "get_weather", "arguments": "{\"city\": \"Old Oslo\"}"}});
+    let (_dir, path) = file(&[line(|l| {
+        l["reply"] = json!({"role": "assistant", "content": "", "tool_calls": [call]});
+        l["request"]["reasoning_effort"] = json!("none");
+        l["value"] = Value::Null;
+    })]);
+    let [item] = read_items(&path, &small()).unwrap().try_into().unwrap();
+    let reply = small().decode_lossy(&item.reply).unwrap();
+    assert!(reply.starts_with("<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="), "{reply}");
+    assert!(
+        reply.contains("<|open|>argument key=\"city\" type=\"string\"<|sep|>Old Oslo<|close|>"),
+        "{reply}"
+    );
 }
 
 #[test]
@@ -225,14 +251,14 @@ fn bad_lines_are_named() {
         assert!(error.contains("line 2") && error.contains(why), "{error}");
     };
     refused(|l| drop(l.as_object_mut().unwrap().remove("reply")), "key `reply`");
-    refused(|l| l["reply"] = json!([]), "`reply` is empty");
-    refused(|l| l["reply"] = json!([1, 1024]), "token ids below 1024, found 1024");
-    refused(|l| l["reply"] = json!([1, -1]), "found -1");
-    refused(|l| l["reply"] = json!("x"), "`reply`: expected a list");
-    refused(|l| l["value"] = json!([6, 6]), "`value` is no part of `reply`");
+    refused(|l| l["reply"] = json!([1]), "`reply`");
+    refused(|l| l["reply"] = json!({"role": "user", "content": "x"}), "a message of the assistant");
+    refused(|l| l["value"] = json!(6), "`value`: expected a string");
+    refused(|l| l["value"] = json!("fig"), "`value` is no part of `reply`");
     refused(|l| l["distance"] = json!("far"), "`distance`: expected a count");
     refused(|l| l["task"] = json!(1), "`task`: expected a string");
     refused(|l| l["request"] = json!({"messages": 1}), "`request`");
+    refused(|l| l["request"]["response_format"] = json!({"type": "json_object"}), "where the reply begins");
     refused(
         |l| l["request"]["chat_template_kwargs"] = json!({"add_generation_prompt": false}),
         "asks for no reply",

@@ -386,7 +386,7 @@ fn malformed_expectations() {
 
 #[test]
 fn files_that_are_no_expectations() {
-    let dir = temporary();
+    let (dir, empty) = (temporary(), temporary());
     let file = |name: &str, bytes: &[u8]| {
         let path = dir.path().join(name);
         fs::write(&path, bytes).unwrap();
@@ -399,7 +399,9 @@ fn files_that_are_no_expectations() {
         (file("broken.json", b"{"), "is not JSON"),
         (file("wrong.json", b"{\"prompt\": [1, \"2\"]}"), "`prompt`"),
         (file("other.txt", b""), "other.txt"),
-        (dir.path().to_owned(), "holds neither"),
+        // The first of its files.
+        (dir.path().to_owned(), "long.safetensors"),
+        (empty.path().to_owned(), "holds neither"),
     ];
     for (path, part) in cases {
         let error = refusal(&on(fixture("tiny-k3"), Some(&path)));

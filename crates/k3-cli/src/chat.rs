@@ -14,14 +14,14 @@ use k3_xtml::json::Value;
 use k3_xtml::{ChatRequest, Effort, EncodeOptions, Message, ReplyCall, ThinkingEffort, encode};
 
 use crate::clock::Clock;
-use crate::model::{DeviceName, ModelArgs, Snapshot};
+use crate::model::{DeviceName, ModelArgs};
 use crate::output::{Output, tell};
 use crate::prompt::refused;
 
 use input::{Command, HELP, Line, Lines};
 
-/// A conversation that the demonstration model can have: its `request` declares the tools that it knows.
-const DEMONSTRATION: &str = "conversation.json";
+/// The tools that the demonstration model was trained on, exactly as declared there.
+const DEMONSTRATION: &str = include_str!("chat/demonstration.json");
 
 /// Talk to a model, line by line
 ///
@@ -90,7 +90,11 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     let tools = args.tools.as_deref().map(declared).transpose()?;
     let snapshot = args.model.open()?;
     let request = ChatRequest {
-        tools: tools.map_or_else(|| demonstration(&snapshot), Ok)?,
+        tools: match tools {
+            Some(tools) => tools,
+            None if snapshot.is_demonstration => declarations(DEMONSTRATION)?,
+            None => Vec::new(),
+        },
         thinking: args.thinking == Switch::On,
         thinking_effort: args.effort.into(),
         ..ChatRequest::new(args.system.iter().map(|text| Message::system(text.as_str())).collect())
@@ -124,27 +128,19 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
 fn declared(file: &Path) -> Result<Vec<Value>> {
     let text =
         std::fs::read_to_string(file).with_context(|| format!("reading the tools {}", file.display()))?;
-    let value = Value::parse(&text).with_context(|| format!("the tools {} are not JSON", file.display()))?;
+    declarations(&text).with_context(|| format!("reading the tools {}", file.display()))
+}
+
+/// The declarations in a JSON text.
+fn declarations(text: &str) -> Result<Vec<Value>> {
+    let value = Value::parse(text)?;
     let tools = if let Value::Object(_) = value { value.get("tools") } else { Some(&value) };
     match tools {
         Some(Value::Array(tools)) if tools.iter().all(|t| matches!(t, Value::Object(_))) => Ok(tools.clone()),
         _ => bail!(
-            "the tools {}: expected a list of objects, as `tools` of an OpenAI chat request, or an object with that list",
-            file.display()
+            "expected a list of objects, as `tools` of an OpenAI chat request, or an object with that list"
         ),
     }
-}
-
-/// The tools of the demonstration model; of any other none.
-fn demonstration(snapshot: &Snapshot) -> Result<Vec<Value>> {
-    let file = snapshot.checkpoint.dir().join(DEMONSTRATION);
-    if !snapshot.is_demonstration || !file.is_file() {
-        return Ok(Vec::new());
-    }
-    let text = std::fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
-    let value = Value::parse(&text).with_context(|| format!("{} is not JSON", file.display()))?;
-    let tools = value.get("request").and_then(|request| request.get("tools"));
-    Ok(if let Some(Value::Array(tools)) = tools { tools.clone() } else { Vec::new() })
 }
 
 /// The name that a declaration gives its tool.
@@ -362,5 +358,16 @@ impl Show<'_> {
         if std::mem::take(&mut self.line_open) {
             let _ = self.out.say(format_args!("\n"));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tools_of_the_demonstration_model() {
+        let tools = declarations(DEMONSTRATION).unwrap();
+        assert_eq!(tools.iter().map(name_of).collect::<Vec<_>>(), ["get_weather", "get_time"]);
     }
 }

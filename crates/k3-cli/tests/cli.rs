@@ -370,7 +370,7 @@ fn tools_are_checked_before_the_model() {
     };
     assert!(with("[1]").contains("expected a list of objects"));
     assert!(with("{\"tools\": 1}").contains("expected a list of objects"));
-    assert!(with("{").contains("are not JSON"));
+    assert!(with("{").contains("reading the tools"));
     assert!(
         fails(&["chat", "/nonexistent", "--tools", "/nonexistent/tools.json"], "")
             .contains("reading the tools")

@@ -11,7 +11,7 @@ use k3_graph::{Device, LogitsWanted, Silent};
 use k3_runner::{Engine, Sampler, Sampling, Sequence, Step, check_vocabulary, prompt_ids};
 use k3_tokenizer::Tokenizer;
 use k3_xtml::json::Value;
-use k3_xtml::{ChatRequest, Control, EncodeOptions, encode};
+use k3_xtml::{ChatRequest, Control, EncodeOptions, Message, encode};
 use serde_json::json;
 
 use super::table::{Column, table};
@@ -29,9 +29,10 @@ const EXTRA: usize = 8;
 
 /// Share of dialogues that a model continues exactly as intended, by task
 ///
-/// Every line of the evaluation file, which may be compressed with gzip, is a JSON object: `task`, `request` (as `k3 generate --chat` takes it), `reply` (the
-/// token ids that the model must write, the end of the message included), and for dialogues that ask for something earlier
-/// `value` (its ids) and `distance` (tokens since then). The request is rendered and tokenized here; the reply is greedy.
+/// Every line of the evaluation file, which may be compressed with gzip, is a JSON object: `task`, `request` (as `k3 generate
+/// --chat` takes it), `reply` (the message that the model has to write, as such a request holds it later), and for dialogues
+/// that ask for something earlier `value` (the word that the reply says first after a space) and `distance` (tokens since
+/// then). Requests and replies are rendered and tokenized here, replies are greedy, and exact means every token.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -184,45 +185,54 @@ fn item(line: &str, tokenizer: &Tokenizer) -> Result<Item> {
     let line = Value::parse(line)?;
     let field = |key: &str| line.get(key).with_context(|| format!("expected the key `{key}`, found none"));
     let present = |key: &str| line.get(key).filter(|value| **value != Value::Null);
-    let request = ChatRequest::from_json(&field("request")?.to_spaced()).context("`request`")?;
-    let prompt = encode(&request, &EncodeOptions::default()).context("`request`")?;
-    ensure!(prompt.open_channel.is_some(), "`request` asks for no reply");
-    let reply = ids("reply", field("reply")?, tokenizer)?;
-    ensure!(!reply.is_empty(), "`reply` is empty");
-    let value = present("value").map(|value| ids("value", value, tokenizer)).transpose()?;
-    let value = value.map(|value| {
-        let place = reply.windows(value.len().max(1)).position(|part| part == value);
-        place.map(|place| (place, value)).context("`value` is no part of `reply`")
+    let mut request = ChatRequest::from_json(&field("request")?.to_spaced()).context("`request`")?;
+    let ids = |request: &ChatRequest| -> Result<Vec<u32>> {
+        Ok(prompt_ids(tokenizer, &encode(request, &EncodeOptions::default()).context("`request`")?)?)
+    };
+    ensure!(request.add_generation_prompt, "`request` asks for no reply");
+    let prompt = ids(&request)?;
+    // As history, the reply reads as the model has to write it.
+    request.messages.push(assistant(field("reply")?)?);
+    request.add_generation_prompt = false;
+    let whole = ids(&request)?;
+    ensure!(
+        whole.starts_with(&prompt) && whole.len() > prompt.len(),
+        "the prompt does not end where the reply begins: notes after the conversation cannot be evaluated"
+    );
+    let reply = whole[prompt.len()..].to_vec();
+    let value = present("value").map(|value| {
+        let Value::String(value) = value else {
+            bail!("`value`: expected a string, found {}", value.to_spaced());
+        };
+        let value = tokenizer.encode(&format!(" {value}"));
+        let place = reply.windows(value.len()).position(|part| part == value);
+        place
+            .map(|place| (place, value))
+            .context("`value` is no part of `reply`, after a space and in the same tokens")
     });
     let distance = present("distance").map(|distance| {
-        number(distance)
-            .with_context(|| format!("`distance`: expected a count, found {}", distance.to_spaced()))
+        let number = match distance {
+            Value::Number(number) => number.as_source().parse().ok(),
+            _ => None,
+        };
+        number.with_context(|| format!("`distance`: expected a count, found {}", distance.to_spaced()))
     });
     Ok(Item {
         task: field("task")?.as_str().context("`task`: expected a string")?.to_owned(),
-        prompt: prompt_ids(tokenizer, &prompt)?,
-        reply,
+        prompt,
         value: value.transpose()?,
+        reply,
         distance: distance.transpose()?,
     })
 }
 
-fn number<T: std::str::FromStr>(value: &Value) -> Option<T> {
-    match value {
-        Value::Number(number) => number.as_source().parse().ok(),
-        _ => None,
+/// A message of the model, from a message of a chat request.
+fn assistant(message: &Value) -> Result<Message> {
+    let request = format!("{{\"messages\": [{}]}}", message.to_spaced());
+    match ChatRequest::from_json(&request).context("`reply`")?.messages.pop() {
+        Some(message @ Message::Assistant(_)) => Ok(message),
+        _ => bail!("`reply`: expected a message of the assistant, found {}", message.to_spaced()),
     }
-}
-
-fn ids(key: &str, value: &Value, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-    let Value::Array(list) = value else { bail!("`{key}`: expected a list of token ids") };
-    let id = |value: &Value| match number(value) {
-        Some(id) if (id as usize) < tokenizer.vocab_size() => Ok(id),
-        _ => {
-            bail!("`{key}`: expected token ids below {}, found {}", tokenizer.vocab_size(), value.to_spaced())
-        }
-    };
-    list.iter().map(id).collect()
 }
 
 struct Evaluate<'a> {
