@@ -110,6 +110,11 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     if !names.is_empty() {
         tell(format_args!("tools: {}; when one is called, you write its result\n", names.join(", ")));
     }
+    if snapshot.is_demonstration {
+        tell(format_args!(
+            "it has learnt conversations of at most 512 tokens: /reset when it gets confused\n"
+        ));
+    }
     if std::io::stdin().is_terminal() {
         tell(format_args!("/help lists the commands, /quit or the end of input leaves\n"));
     }

@@ -32,7 +32,7 @@ const NANO: &str = "nano";
 #[command(after_help = "\
 Examples:
   cargo xtask selfcheck
-      the tiny checkpoints in fixtures/ of this repository, all expectations
+      the checkpoints in fixtures/ of this repository, all expectations, and a conversation
   cargo xtask selfcheck --model /models/kimi-k3
       cycles on a checkpoint of yours; with expected.safetensors or .json in its folder, those too
   cargo xtask selfcheck --model /models/kimi-k3 --expect /data/other-engine.safetensors
@@ -42,7 +42,7 @@ Examples:
 
 Results go to stdout, progress to stderr. Exit code 0 only if something was checked and nothing failed.")]
 pub struct Args {
-    /// Snapshot to check [default: the three checkpoints in fixtures/ of this repository]
+    /// Snapshot to check [default: the checkpoints in fixtures/ of this repository]
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// What runs the model
@@ -131,7 +131,7 @@ pub fn check(args: &Args, out: &mut dyn std::io::Write) -> Result<Vec<Report>> {
     check_folder(args, &Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures"), out)
 }
 
-/// Checks the three checkpoints of a `fixtures` folder, as [`check`] does without a model. One that cannot be opened
+/// Checks the checkpoints of a `fixtures` folder, as [`check`] does without a model. One that cannot be opened
 /// or run is a failed check of its own and keeps no other from being checked.
 ///
 /// # Errors
