@@ -104,6 +104,28 @@ fn the_indexer_matters() {
     assert!(refused(without_logits.path()).contains("no prompt with logits"));
 }
 
+/// On the trained model the choice is what it was trained with: dense or random attention is another function.
+#[test]
+fn the_indexer_matters_to_the_trained_model() {
+    let (topk, found) = differences(&fixture("nano"), 2, 0).unwrap();
+    assert_eq!(topk, 64);
+    assert!(found.len() >= 10, "{found:?}");
+    for prompt in &found {
+        assert!(prompt.tokens > 64 && prompt.indexer < 1e-5, "{prompt:?}");
+        assert!(prompt.dense > 1e-3 && prompt.random > 1e-2, "{prompt:?}");
+    }
+}
+
+/// A few of the held-out dialogues; `cargo xtask nano eval` takes all.
+#[test]
+fn the_trained_model_calls_its_tool() {
+    let (good, out, err) = nano(&["eval", "--per-task", "10", "--task", "call", "--json"]);
+    assert!(good, "{err}");
+    let found: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(found["tasks"][0]["dialogues"], 10);
+    assert!(found["tasks"][0]["exact"].as_u64().unwrap() >= 9, "{out}");
+}
+
 fn item(task: &str, prompt: Vec<u32>, reply: Vec<u32>, value: Option<(usize, Vec<u32>)>) -> Item {
     Item { task: task.to_owned(), prompt, reply, value, distance: None }
 }

@@ -21,8 +21,30 @@ fn names(report: &Report, outcome: Outcome) -> Vec<&str> {
 fn fixtures_pass(device: DeviceName) {
     let (reports, text) = selfcheck(&Args { device, ..Args::default() });
     let models: Vec<&str> = reports.iter().map(|r| r.model.as_str()).collect();
-    assert_eq!(models, ["tiny-k3", "tiny-k31", "dims-k31"]);
-    for report in &reports {
+    assert_eq!(models, ["tiny-k3", "tiny-k31", "dims-k31", "nano"]);
+    let (nano, random) = reports.split_last().unwrap();
+    assert!(nano.is_good(), "{text}");
+    assert_eq!(nano.cycles.iter().skip(1).map(|c| c.chunk).collect::<Vec<_>>(), [7, 1]);
+    assert_eq!(
+        names(nano, Outcome::Passed),
+        [
+            "finite",
+            "bit-identical cycles",
+            "goldens greedy_ids",
+            "goldens greedy_logits",
+            "goldens cont_index_sel",
+            "tool call",
+            "tool answer"
+        ]
+    );
+    assert_eq!(
+        (names(nano, Outcome::Skipped), nano.unknown.as_slice()),
+        (vec![], [""; 0].map(String::from).as_slice())
+    );
+    let said: Vec<&str> = text.lines().skip_while(|l| *l != "  conversation:").collect();
+    assert!(said[1].starts_with("    user      What is the weather in Paris?"), "{text}");
+    assert!(said.iter().any(|l| l.starts_with("    call      get_weather {\"city\": \"Paris\"}")), "{text}");
+    for report in random {
         assert!(report.is_good(), "{text}");
         let chunks: Vec<usize> = report.cycles.iter().map(|c| c.chunk).collect();
         assert_eq!(chunks[1..], [7, 1]);
@@ -34,7 +56,7 @@ fn fixtures_pass(device: DeviceName) {
         assert!(report.unknown.is_empty(), "{:?}", report.unknown);
     }
     let lines = |word: &str| text.lines().filter(|l| l.trim_start().starts_with(word)).count();
-    assert_eq!((lines("cycle "), lines("PASS "), lines("FAIL ")), (9, 4, 0), "{text}");
+    assert_eq!((lines("cycle "), lines("PASS "), lines("FAIL ")), (12, 5, 0), "{text}");
     assert!(text.lines().last().unwrap().starts_with("next: cargo xtask "), "{text}");
 }
 
@@ -433,11 +455,15 @@ fn one_fixture_does_not_stop_the_others() {
     let reports = check_folder(&Args { cycles: 1, ..Args::default() }, fixtures.path(), &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
     let good: Vec<_> = reports.iter().map(|r| (r.model.rsplit('/').next().unwrap(), r.is_good())).collect();
-    assert_eq!(good, [("tiny-k3", false), ("tiny-k31", false), ("dims-k31", true)], "{text}");
+    assert_eq!(
+        good,
+        [("tiny-k3", false), ("tiny-k31", false), ("dims-k31", true), ("nano", false)],
+        "{text}"
+    );
     assert!(reports[0].check("runs").unwrap().note.contains("config.json"), "{text}");
     assert!(reports[1].check("runs").unwrap().note.contains("is not there: restore"), "{text}");
     assert!(text.contains("FAIL tiny-k3: 0 passed, 1 failed") && text.contains("PASS dims-k31"), "{text}");
-    assert!(text.contains("FAIL total: 1 of 3 models"), "{text}");
+    assert!(text.contains("FAIL total: 1 of 4 models"), "{text}");
 }
 
 /// A long prompt goes through in pieces of what the engine takes at once, with one hash over all of them.

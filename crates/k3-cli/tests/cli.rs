@@ -383,3 +383,30 @@ fn tools_are_checked_before_the_model() {
     let (_, told) = talk(&[&dir, "--tools", &tools.path().display().to_string()], "");
     assert!(told.contains("tools: get_weather;"), "{told}");
 }
+
+/// Without a folder the demonstration model runs, and says what it is. A person at the other end of the pipe plays its
+/// tools.
+#[test]
+fn the_demonstration_model() {
+    let result = r#"{"city":"Paris","sky":"light rain","temp":17}"#;
+    let (out, told) = talk(&[], &format!("Who are you?\nWhat is the weather in Paris?\n{result}\n"));
+    assert!(told.starts_with("demonstration model (nano), not Kimi: "), "{told}");
+    assert!(told.contains("temperature 0,") && told.contains("tools: get_weather, get_time;"), "{told}");
+    let lines: Vec<&str> = out.lines().collect();
+    let [who, call, answer] = lines.try_into().unwrap();
+    assert!(who.contains("nano"), "{out}");
+    assert_eq!(call, r#"-> get_weather {"city": "Paris"}"#);
+    assert!(answer.contains("light rain") && answer.contains("Paris") && answer.contains("17"), "{out}");
+    // All that was read or written before, but for the token that ended the message, is kept.
+    let number = |line: &str, at: usize| line.split_whitespace().nth(at).unwrap().parse::<usize>().unwrap();
+    let turns: Vec<&str> = told.lines().filter(|l| l.starts_with("[prompt ")).collect();
+    for pair in turns.windows(2) {
+        let written = pair[0].split("; reply ").nth(1).unwrap();
+        assert_eq!(number(pair[1], 3), number(pair[0], 1) + number(written, 0) - 1, "{told}");
+    }
+    assert_eq!(turns.len(), 3);
+
+    let output = k3(&["generate", "--prompt", "Who are you?"], "");
+    assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("nano"));
+    assert!(String::from_utf8_lossy(&output.stderr).starts_with("demonstration model (nano), not Kimi: "));
+}

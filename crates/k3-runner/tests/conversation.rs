@@ -104,3 +104,30 @@ fn errors_and_cancelled_replies() {
     assert_eq!((conversation.request.messages.len(), conversation.consumed().len()), (3, 0));
     assert_eq!(reply(&mut conversation, &chatter, &generate(1, 0)).kept_tokens, 0);
 }
+
+/// What a model writes that was trained on conversations reads the same as history: nothing is read twice.
+#[test]
+fn a_trained_model_is_never_read_again() {
+    let dir = fixtures().join("nano");
+    let engine = Engine::open(&dir, Cpu::new(2).unwrap(), &EngineOptions::default(), &mut |_| {}).unwrap();
+    let chatter = Chatter::new(&engine, Tokenizer::open(&dir).unwrap()).unwrap();
+    let scene = std::fs::read_to_string(dir.join("conversation.json")).unwrap();
+    let scene: serde_json::Value = serde_json::from_str(&scene).unwrap();
+    let request = ChatRequest::from_json(&scene["request"].to_string()).unwrap();
+    let mut conversation = Conversation::new(&chatter, request);
+    let greedy = Generate { sampling: Sampling::greedy(), ..Generate::default() };
+    let mut before = 0;
+    for _ in 0..3 {
+        let turn = reply(&mut conversation, &chatter, &greedy);
+        assert_eq!(turn.kept_tokens, before);
+        assert!(matches!(turn.reply.finish, Finish::Stop(_)) && turn.reply.reply.errors.is_empty());
+        before = conversation.consumed().len();
+        match turn.call_ids.as_slice() {
+            [] => conversation.push(Message::user("Thank you!")),
+            ids => ids
+                .iter()
+                .for_each(|id| conversation.push(Message::tool_result(id.as_str(), "rain, 17 degrees"))),
+        }
+    }
+    assert!(conversation.request.messages.len() > 6);
+}
