@@ -19,6 +19,8 @@ mod identity;
 mod index;
 mod indexer;
 mod json;
+mod linear;
+mod linear_config;
 mod map;
 mod model_config;
 pub mod names;
@@ -38,7 +40,9 @@ mod weight_source;
 mod writer;
 
 pub use checkpoint::{Checkpoint, LoadMode, OpenOptions};
-pub use config::{ConfigError, ConfigFile, ConfigProblem, DsaConfig, ExpertFormat, QuantizationConfig};
+pub use config::{
+    ConfigError, ConfigFile, ConfigProblem, DsaConfig, ExpertFormat, QuantizationConfig, QuantizationGroup,
+};
 pub use content::Content;
 pub use error::{Error, TensorErrors, TensorProblem};
 pub use experts::{ExpertLayout, ExpertLocation, ExpertMatrices, Experts, PartLocation};
@@ -47,6 +51,7 @@ pub use generation_config::GenerationConfig;
 pub use header::{HeaderError, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK};
 pub use identity::CheckpointId;
 pub use indexer::{IndexerResolution, ResolvedBy};
+pub use linear::LinearFormat;
 pub use model_config::{
     AttentionKind, IndexerConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig, SpecialTokens, Variant,
 };

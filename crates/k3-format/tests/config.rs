@@ -425,6 +425,9 @@ fn both_nvfp4_conventions_are_read() {
     let mut json = parse(K31);
     let q = "text_config.quantization_config";
     set(&mut json, &format!("{q}.format"), json!("nvfp4-pack-quantized"));
+    let group = format!("{q}.config_groups.group_0.format");
+    assert_eq!(fields(&refused(&json, "two formats")), [group.clone()]);
+    set(&mut json, &group, json!("nvfp4-pack-quantized"));
     assert_eq!(
         fields(&refused(&json, "group 32")),
         [format!("{q}.config_groups.group_0.weights.group_size")]
