@@ -73,12 +73,11 @@ pub(crate) fn check(
     let mut linears = HashMap::new();
     for (id, entry) in Names::tensors(&config) {
         let (tensor, parts) = (table.get(&id), parts.get(&id));
-        let quantized = parts.is_some() || tensor.is_some_and(|t| matches!(t.dtype, Dtype::U8 | Dtype::I8));
+        let quantized = parts.is_some();
         if quantized && !entry.role.may_be_quantized() {
-            let first = parts.and_then(|p| p.iter().next()).or(tensor.copied());
-            errors.push(|| TensorProblem::NeverQuantized {
-                name: first.map_or_else(|| names.name(entry, id.layer), |t| t.name.to_owned()),
-            });
+            for part in parts.into_iter().flat_map(linear::Parts::iter) {
+                errors.push(|| TensorProblem::NeverQuantized { name: part.name.to_owned() });
+            }
         } else if let Extent::Matrix(rows, cols) = entry.extent(&config)
             && quantized
         {
