@@ -112,6 +112,15 @@ pub enum RepackError {
          repeats, check the disk and the memory of the machine", .file.display()
     )]
     Differs { file: PathBuf, what: String },
+    /// The source lost a tensor that it was opened with. A mistake of this program.
+    #[error("the source has no tensor `{name}`")]
+    NoTensor { name: String },
+    /// Direct transfers were asked for and are not possible.
+    #[error(
+        "direct transfers are not possible at `{}`: run with --io cached, which goes through the page cache",
+        .path.display()
+    )]
+    NoDirect { path: PathBuf, source: io::Error },
     /// A thread that writes ended; never the error of a run, which is that thread's own.
     #[error("the writing thread ended")]
     WriterEnded,

@@ -35,11 +35,6 @@ impl<'a> Reader<'a> {
         Ok(Self { shards, direct })
     }
 
-    /// The checkpoint's files.
-    pub(super) fn shards(&self) -> &'a Shards {
-        self.shards
-    }
-
     /// Fills `buf` from offset `begin` of shard number `shard` on.
     pub(super) fn read(&mut self, shard: usize, begin: u64, buf: &mut [u8]) -> Result<(), ShardError> {
         let Some(direct) = &mut self.direct else { return self.shards.read_range(shard, begin, buf) };

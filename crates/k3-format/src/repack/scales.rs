@@ -22,7 +22,7 @@ const NONE: u8 = 0xff;
 
 /// How often each block exponent occurs, by whether the block is live (has a code that is not zero).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Census {
+pub(super) struct Census {
     /// Live blocks by E8M0 byte.
     pub live: [u64; 256],
     /// Blocks whose 32 codes are all zero, by E8M0 byte.
@@ -41,7 +41,7 @@ impl Census {
     ///
     /// # Panics
     /// If the lengths do not belong together.
-    pub fn of(packed: &[u8], scales: &[u8], live: &mut [u8]) -> Self {
+    pub(super) fn of(packed: &[u8], scales: &[u8], live: &mut [u8]) -> Self {
         let (blocks, rest) = packed.as_chunks::<PACKED_BLOCK>();
         assert!(rest.is_empty() && blocks.len() == scales.len() && scales.len() == live.len());
         // Two of each, taken in turn: runs of one exponent would wait for their own count otherwise.
@@ -55,45 +55,40 @@ impl Census {
     }
 
     /// Adds the blocks of another matrix.
-    pub fn add(&mut self, other: &Self) {
+    pub(super) fn add(&mut self, other: &Self) {
         for (to, from) in self.live.iter_mut().zip(&other.live).chain(self.zero.iter_mut().zip(&other.zero)) {
             *to += from;
         }
     }
 
     /// Smallest and largest exponent of live blocks, as powers of two; `None` if no block is live.
-    pub fn range(&self) -> Option<(i32, i32)> {
+    pub(super) fn range(&self) -> Option<(i32, i32)> {
         let numbers = &self.live[..NAN];
         let min = numbers.iter().position(|&n| n > 0)?;
         let max = numbers.iter().rposition(|&n| n > 0)?;
         Some((min as i32 - 127, max as i32 - 127))
     }
 
-    /// Whether a scale is NaN.
-    pub fn has_nan(&self) -> bool {
-        self.live[NAN] + self.zero[NAN] > 0
-    }
-
     /// Live blocks.
-    pub fn live_blocks(&self) -> u64 {
+    pub(super) fn live_blocks(&self) -> u64 {
         self.live.iter().sum()
     }
 
     /// Blocks of zeros.
-    pub fn zero_blocks(&self) -> u64 {
+    pub(super) fn zero_blocks(&self) -> u64 {
         self.zero.iter().sum()
     }
 }
 
 /// `m` of the scale `2^m` of the matrices that `census` covers: the largest live block gets the E4M3 scale 2^8
 /// (`docs/nvfp4.md` 3), or a smaller one where `2^(kmax - 8)` would not be a normal f32. 0 without live blocks.
-pub fn global_exponent(census: &Census) -> i32 {
+pub(super) fn global_exponent(census: &Census) -> i32 {
     census.range().map_or(0, |(_, kmax)| (kmax - 8).max(MIN_GLOBAL))
 }
 
 /// Why block scales cannot be cast without loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Misfit {
+pub(super) enum Misfit {
     /// The E8M0 byte is 255.
     Nan,
     /// The exponent of a live block is too far below the largest one.
@@ -104,7 +99,7 @@ pub enum Misfit {
 
 /// The first block of a matrix that cannot be cast, and how many there are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FirstMisfit {
+pub(super) struct FirstMisfit {
     /// Why.
     pub why: Misfit,
     /// Number of the first such block in the matrix.
@@ -115,8 +110,14 @@ pub struct FirstMisfit {
     pub count: u64,
 }
 
+/// The first block of a matrix whose scale is NaN, if there is one.
+pub(super) fn first_nan(census: &Census, scales: &[u8]) -> Option<FirstMisfit> {
+    let block = scales.iter().position(|&e| usize::from(e) == NAN)?;
+    Some(FirstMisfit { why: Misfit::Nan, block, e: 255, count: census.live[NAN] + census.zero[NAN] })
+}
+
 /// The cast of all exponents for one `m`.
-pub struct Cast {
+pub(super) struct Cast {
     m: i32,
     /// By live, then E8M0 byte.
     table: [[u8; 256]; 2],
@@ -127,7 +128,7 @@ impl Cast {
     ///
     /// # Panics
     /// If `2^m` or its reciprocal is no normal f32; [`global_exponent`] gives none such.
-    pub fn new(m: i32) -> Self {
+    pub(super) fn new(m: i32) -> Self {
         assert!((MIN_GLOBAL..=-MIN_GLOBAL).contains(&m), "global exponent {m}");
         let code = |e: usize| E4M3::from_power_of_two(e as i32 - 127 - m).map(|code| code.0);
         let zero = std::array::from_fn(|e| if e == NAN { NONE } else { code(e).unwrap_or(ONE) });
@@ -139,7 +140,7 @@ impl Cast {
     ///
     /// # Panics
     /// If the lengths do not belong together.
-    pub fn misfit(&self, census: &Census, scales: &[u8], live: &[u8]) -> Option<FirstMisfit> {
+    pub(super) fn misfit(&self, census: &Census, scales: &[u8], live: &[u8]) -> Option<FirstMisfit> {
         assert_eq!(scales.len(), live.len());
         let bad = |live: usize, e: usize| self.table[live][e] == NONE;
         let count = (0..256)
@@ -160,7 +161,7 @@ impl Cast {
     ///
     /// # Panics
     /// If the lengths do not belong together.
-    pub fn too_large(&self, census: &Census, scales: &[u8], live: &[u8]) -> Option<FirstMisfit> {
+    pub(super) fn too_large(&self, census: &Census, scales: &[u8], live: &[u8]) -> Option<FirstMisfit> {
         assert_eq!(scales.len(), live.len());
         if self.global().0 <= MAX_FACTOR {
             return None;
@@ -171,7 +172,7 @@ impl Cast {
     }
 
     /// Zero blocks whose exponent does not fit and is replaced by 1.0.
-    pub fn replaced(&self, census: &Census) -> u64 {
+    pub(super) fn replaced(&self, census: &Census) -> u64 {
         (0..NAN).filter(|&e| self.table[1][e] == NONE).map(|e| census.zero[e]).sum()
     }
 
@@ -179,7 +180,7 @@ impl Cast {
     ///
     /// # Panics
     /// If the lengths do not belong together.
-    pub fn write(&self, scales: &[u8], live: &[u8], out: &mut [u8]) {
+    pub(super) fn write(&self, scales: &[u8], live: &[u8], out: &mut [u8]) {
         let (pairs, rest) = out.as_chunks_mut::<2>();
         assert!(rest.is_empty() && pairs.len() == scales.len() && scales.len() == live.len());
         for ((pair, &e), &live) in pairs.iter_mut().zip(scales).zip(live) {
@@ -188,7 +189,7 @@ impl Cast {
     }
 
     /// The scale of the matrix, as a factor and as a divisor; both exact.
-    pub fn global(&self) -> (f32, f32) {
+    pub(super) fn global(&self) -> (f32, f32) {
         let power = |m: i32| f32::from_bits(((m + 127) as u32) << 23);
         (power(self.m), power(-self.m))
     }

@@ -24,9 +24,6 @@ pub(super) struct Sink {
     discard: bool,
 }
 
-/// The writing thread ended; its own error says why.
-pub(super) const WRITER_ENDED: RepackError = RepackError::WriterEnded;
-
 impl Sink {
     /// A sink whose buffers, all of `capacity` bytes, come from `empty`.
     pub(super) fn new(full: SyncSender<Piece>, empty: Receiver<Buffer>, capacity: usize) -> Self {
@@ -55,9 +52,9 @@ impl Sink {
             self.send()?;
         }
         if self.current.is_none() {
-            self.current = Some((self.empty.recv().map_err(|_| WRITER_ENDED)?, 0));
+            self.current = Some((self.empty.recv().map_err(|_| RepackError::WriterEnded)?, 0));
         }
-        let Some((buffer, filled)) = &mut self.current else { return Err(WRITER_ENDED) };
+        let Some((buffer, filled)) = &mut self.current else { return Err(RepackError::WriterEnded) };
         let result = f(&mut buffer.as_mut()[*filled..*filled + len])?;
         if !self.discard {
             *filled += len;
@@ -82,11 +79,11 @@ impl Sink {
             return Ok(());
         }
         self.send()?;
-        self.full.send(Piece::End).map_err(|_| WRITER_ENDED)
+        self.full.send(Piece::End).map_err(|_| RepackError::WriterEnded)
     }
 
     fn send(&mut self) -> Result<(), RepackError> {
         let Some((buffer, len)) = self.current.take() else { return Ok(()) };
-        self.full.send(Piece::Bytes { buffer, len }).map_err(|_| WRITER_ENDED)
+        self.full.send(Piece::Bytes { buffer, len }).map_err(|_| RepackError::WriterEnded)
     }
 }
