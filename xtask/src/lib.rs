@@ -7,6 +7,7 @@ pub mod expect;
 mod open;
 mod output;
 mod progress;
+pub mod repack;
 pub mod selfcheck;
 pub mod synth;
 pub mod trace;

@@ -273,7 +273,7 @@ fn check_matrix(
 /// The largest factor of a matrix that is taken for one. The largest weight is 6 * 448 = 2,688 times the factor, so
 /// published factors are far below 1, and 1 where nothing was measured; a factor from here on is a divisor that was
 /// stored in its place, or the other way round.
-const MAX_FACTOR: f32 = 64.0;
+pub(crate) const MAX_FACTOR: f32 = 64.0;
 
 /// What is wrong with a global scale, if anything is (`docs/nvfp4.md` 7).
 pub(crate) fn scale_fault(is_factor: bool, stored: f32) -> Option<String> {

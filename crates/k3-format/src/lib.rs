@@ -9,6 +9,7 @@
 mod checkpoint;
 mod config;
 mod content;
+mod direct;
 mod error;
 mod expert_survey;
 mod experts;
@@ -27,6 +28,7 @@ pub mod names;
 mod new_file;
 mod printable;
 mod read;
+pub mod repack;
 mod role;
 mod shard_error;
 mod shard_file;

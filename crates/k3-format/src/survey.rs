@@ -13,7 +13,7 @@ use crate::names::{IndexerNames, LANGUAGE_MODEL, Names, split_layer};
 use crate::shards::{Shards, TensorInfo};
 
 /// Parts of the checkpoint that text generation does not need.
-const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "mm_projector."];
+pub(crate) const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "mm_projector."];
 /// Unknown tensors that a warning names.
 const NAMED: usize = 5;
 
