@@ -3,10 +3,12 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod drift;
 pub mod expect;
 mod open;
 mod output;
 mod progress;
+mod prompt;
 pub mod repack;
 pub mod selfcheck;
 pub mod synth;

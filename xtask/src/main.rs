@@ -6,7 +6,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench, is_closed_pipe, repack, selfcheck, synth, trace};
+use xtask::{bench, drift, is_closed_pipe, repack, selfcheck, synth, trace};
 
 /// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
 #[derive(Parser)]
@@ -25,6 +25,8 @@ enum Command {
     /// Write a random but complete checkpoint of either variant, at any size
     Synth(synth::Args),
     Bench(bench::Args),
+    /// Say how far a checkpoint's logits are from those of another
+    Drift(drift::Args),
     /// Convert a checkpoint once, without loss: NVFP4 or MXFP4 experts in id order, page-aligned
     Repack(repack::Args),
     /// Check that this engine computes what it should, on the fixtures or on a checkpoint
@@ -39,6 +41,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Drift(args) => drift::run(&args),
         Command::Repack(args) => repack::run(&args),
         Command::Selfcheck(args) => selfcheck::run(&args),
         Command::Trace(args) => trace::run(&args),

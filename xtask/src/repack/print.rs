@@ -123,10 +123,33 @@ fn finished(report: &Report) -> Result<()> {
         say(format_args!("  e = {e:>3}: {count} live blocks, {share:.3} %"))?;
     }
     say(format_args!("  refused: nothing"))?;
+    rounding(report)?;
     let files = report.files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>().join(", ");
     say(format_args!("beside the shards: {files}"))?;
     if !report.left_out.files.is_empty() {
         say(format_args!("files not taken over: {}", report.left_out.files.join(", ")))?;
+    }
+    Ok(())
+}
+
+/// What quantizing dense matrices cost, by kind.
+fn rounding(report: &Report) -> Result<()> {
+    if report.rounding.is_empty() {
+        return Ok(());
+    }
+    say(format_args!("quantized matrices, {}: relative L2 error of all of a kind, of the worst, largest difference:", report.recipe))?;
+    for kind in &report.rounding {
+        say(format_args!(
+            "  {:<46} {:>4} matrices  {:.5}  {:.5}  {:.2e}",
+            kind.kind, kind.matrices, kind.relative_l2, kind.worst_relative_l2, kind.largest
+        ))?;
+    }
+    if !report.not_quantized.is_empty() {
+        say(format_args!(
+            "  {} matrices stay BF16, because their columns are no whole blocks of the format; the first is {}",
+            report.not_quantized.len(),
+            report.not_quantized[0]
+        ))?;
     }
     Ok(())
 }
@@ -147,7 +170,7 @@ fn proof(proof: &Proof) -> Result<()> {
         say(format_args!(
             "verified: source and result of all {} shards compared ({way}): {} matrices of routed experts have the same \
              {} codes, the scales of all {} live blocks give the same values, {} blocks are zero in both ({} of them with \
-             another scale), {} other tensors are equal in all {} bytes",
+             another scale), {} other tensors are equal in all {} bytes, {} matrices are what quantizing the source's gives",
             proof.shards_compared,
             proof.matrices,
             proof.codes,
@@ -156,6 +179,7 @@ fn proof(proof: &Proof) -> Result<()> {
             proof.zero_blocks_with_other_scale,
             proof.dense_tensors,
             proof.dense_bytes,
+            proof.quantized_tensors,
         ))?;
     }
     Ok(())

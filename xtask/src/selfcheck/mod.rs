@@ -6,7 +6,6 @@
 mod divergence;
 mod model;
 mod print;
-mod prompt;
 
 use std::path::{Path, PathBuf};
 

@@ -11,7 +11,7 @@ use k3_graph::{Device, LogitsWanted, Observer};
 use k3_runner::{Engine, EngineOptions, LogitsHash, LogitsHasher, RunError};
 
 use super::divergence::{self, Divergence, Forced};
-use super::prompt::fixed_prompt;
+use crate::prompt::fixed_prompt;
 use super::{Args, print};
 use crate::expect::{
     Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare, fits_context,

@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use crate::ModelConfig;
 use crate::names::LAYER_PREFIX;
 
+use super::dense_config::{self, DenseGroup, spellings};
 use super::plan::Plan;
 use super::raw_object::RawObject;
 use super::{ExpertTarget, Naming};
@@ -65,23 +66,30 @@ pub(super) fn rewrite(source: &[u8], plan: &Plan, model: &ModelConfig) -> Result
         Ok(value.get("ignore").and_then(Value::as_array).cloned().unwrap_or_default())
     };
     let mut hf_quant_config = Vec::new();
+    let dense = DenseGroup::of(plan);
     match (plan.recipe.experts, plan.recipe.names) {
-        (ExpertTarget::Mxfp4, _) => {
+        (ExpertTarget::Mxfp4, _) if dense.is_none() => {
             root.set(QUANTIZATION, found.clone());
             language.set(QUANTIZATION, found);
         }
-        (ExpertTarget::Nvfp4, Naming::CompressedTensors) => {
-            let object = compressed_tensors(ignored()?);
-            root.set(QUANTIZATION, pretty(&object, 2));
-            language.set(QUANTIZATION, pretty(&object, 4));
-        }
         (ExpertTarget::Nvfp4, Naming::ModelOpt) => {
-            let object = model_opt(model);
+            let object = model_opt(model, dense.as_ref());
             root.set(QUANTIZATION, pretty(&object, 2));
             language.remove(QUANTIZATION);
             let producer = json!({ "name": "k3", "version": env!("CARGO_PKG_VERSION") });
             let file = json!({ "producer": producer, "quantization": object });
             hf_quant_config = (pretty(&file, 0) + "\n").into_bytes();
+        }
+        (experts, _) => {
+            let mut object = match experts {
+                ExpertTarget::Nvfp4 => compressed_tensors(ignored()?),
+                ExpertTarget::Mxfp4 => serde_json::from_str(&found).map_err(|e| e.to_string())?,
+            };
+            if let Some(dense) = dense {
+                dense.add_to(&mut object)?;
+            }
+            root.set(QUANTIZATION, pretty(&object, 2));
+            language.set(QUANTIZATION, pretty(&object, 4));
         }
     }
     root.set(TEXT, language.print(2));
@@ -128,7 +136,7 @@ fn compressed_tensors(mut ignore: Vec<Value>) -> Value {
 }
 
 /// ModelOpt's mixed NVFP4: every expert bank by name, under every spelling that a loader may ask for.
-fn model_opt(model: &ModelConfig) -> Value {
+fn model_opt(model: &ModelConfig, dense: Option<&DenseGroup>) -> Value {
     let mut layers = Map::new();
     for layer in (0..model.num_hidden_layers()).filter(|&layer| model.is_moe(layer)) {
         for prefix in LAYER_SPELLINGS {
@@ -138,12 +146,22 @@ fn model_opt(model: &ModelConfig) -> Value {
             }
         }
     }
+    let mut excluded: Vec<String> = EXCLUDED.map(str::to_owned).into();
+    if let Some(dense) = dense {
+        for module in &dense.modules {
+            for name in spellings(module) {
+                layers.insert(name, json!({ "quant_algo": "NVFP4", "group_size": k3_quant::NV_BLOCK }));
+            }
+        }
+        excluded = dense_config::EXCLUDED.map(str::to_owned).into();
+        excluded.extend(dense.others.iter().flat_map(|module| spellings(module)));
+    }
     json!({
         "quant_method": "modelopt_mixed",
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_quant_algo": null,
         "quantized_layers": layers,
-        "exclude_modules": EXCLUDED,
+        "exclude_modules": excluded,
     })
 }
 

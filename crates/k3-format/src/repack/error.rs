@@ -4,7 +4,9 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::ExpertFormat;
+use k3_quant::encode::OutOfRange;
+
+use crate::{ExpertFormat, LinearFormat};
 use crate::error::Error;
 use crate::experts::matrix_name;
 use crate::header::HeaderError;
@@ -37,6 +39,21 @@ pub enum RepackError {
          published checkpoint as the source", .dir.display()
     )]
     SourceFormat { dir: PathBuf, found: ExpertFormat },
+    /// A recipe that asks for what does not exist.
+    #[error("{recipe}: {why}")]
+    Recipe { recipe: String, why: &'static str },
+    /// The source has quantized matrices outside the routed experts.
+    #[error(
+        "{count} matrices of `{}` outside the routed experts are {format} already; only BF16, as the model is published, \
+         is repacked: give the published checkpoint as the source", .dir.display()
+    )]
+    SourceQuantized { dir: PathBuf, count: usize, format: LinearFormat },
+    /// A matrix that is to be quantized holds something else than weights.
+    #[error(
+        "cannot quantize `{name}`; the source is damaged or was converted wrongly: compare its checksums with the \
+         published ones and get the file again"
+    )]
+    NotAWeight { name: String, source: OutOfRange },
     /// The tensors planned for a shard have no valid header.
     #[error("the shard `{shard}` of the result cannot be planned")]
     Unplannable { shard: String, source: HeaderError },

@@ -11,7 +11,7 @@ use super::REPORT_FILE;
 use super::error::RepackError;
 use super::extras::Extras;
 use super::plan::Plan;
-use super::report::{FileRecord, LayerExponentsOfAll, LeftOut, Report};
+use super::report::{FileRecord, KindRounding, LayerExponentsOfAll, LeftOut, Report};
 use super::source_id::SourceId;
 
 /// The report of a tree whose shards are all complete; `shards` in the order of the plan.
@@ -21,6 +21,7 @@ pub(super) fn report(plan: &Plan, source: &SourceId, shards: Vec<FileRecord>, ex
         len: bytes.len() as u64,
         blake3: blake3::hash(bytes).to_hex().to_string(),
         exponents: None,
+        rounding: Vec::new(),
     });
     Report {
         k3_repack: 1,
@@ -29,6 +30,8 @@ pub(super) fn report(plan: &Plan, source: &SourceId, shards: Vec<FileRecord>, ex
         total_size: plan.data_bytes(),
         tensors: plan.shards.iter().map(|shard| shard.tensors).sum(),
         exponents: LayerExponentsOfAll::of(shards.iter().filter_map(|shard| shard.exponents.as_ref())),
+        rounding: KindRounding::of(shards.iter().flat_map(|shard| &shard.rounding)),
+        not_quantized: plan.quantized().1.into_iter().map(|dense| dense.source.clone()).collect(),
         files: files.collect(),
         left_out: LeftOut {
             tensors: plan.dropped.iter().map(|dropped| (dropped.why, dropped.tensors)).collect(),

@@ -17,6 +17,7 @@
 
 mod config;
 mod dense;
+mod dense_config;
 mod error;
 mod estimate;
 mod expert;
@@ -41,7 +42,9 @@ pub use error::{Refusal, Refusals, RepackError};
 pub use estimate::Estimate;
 pub use plan::{DensePlan, Dropped, Plan, ShardPlan};
 pub use recipe::{DenseFormat, ExpertTarget, Naming, Recipe};
-pub use report::{FileRecord, LayerExponents, LayerExponentsOfAll, LeftOut, Outcome, Report};
+pub use report::{
+    FileRecord, KindRounding, LayerExponents, LayerExponentsOfAll, LeftOut, MatrixRounding, Outcome, Report,
+};
 pub use run::{IoMode, Phase, Progress, Repack, RunOptions, VerifyMode};
 pub use source_id::{SourceFile, SourceId};
 pub use verify::Proof;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Mutex, PoisonError};
 
 use crate::read::Buffer;
@@ -17,7 +17,7 @@ use super::expert::LayerExperts;
 use super::journal::Journal;
 use super::plan::{DATA_ALIGN, Plan, ShardPlan};
 use super::read::Reader;
-use super::report::{FileRecord, LayerExponents, hex};
+use super::report::{FileRecord, LayerExponents, MatrixRounding, hex};
 use super::sink::{Piece, Sink};
 
 /// Buffers of a shard in flight: one being filled, one being written, one between.
@@ -36,7 +36,7 @@ fn buffer_bytes(plan: &Plan) -> usize {
 pub(super) fn bytes_in_flight(plan: &Plan) -> u64 {
     // Block scales of an expert and their marks are kept twice over, in a sixteenth of its size each.
     let scratch = plan.experts.len as u64 / 8;
-    BUFFERS * buffer_bytes(plan) as u64 + scratch + BESIDE
+    BUFFERS * buffer_bytes(plan) as u64 + scratch + BESIDE + dense::bytes_in_flight(plan)
 }
 
 /// What happens while shards are made.
@@ -54,6 +54,12 @@ pub(super) struct Work<'a> {
     pub(super) dir: &'a Path,
     pub(super) direct: bool,
     pub(super) journal: Mutex<Journal>,
+}
+
+/// What was seen while a shard was made.
+struct Made {
+    exponents: Option<LayerExponents>,
+    rounding: Vec<MatrixRounding>,
 }
 
 /// Everything that went wrong, of which a run reports the first that is not a refusal.
@@ -77,7 +83,9 @@ impl Work<'_> {
         let trouble = Mutex::new(Trouble::default());
         let done = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
-            for _ in 0..jobs.min(todo.len()) {
+            let jobs = jobs.min(todo.len());
+            let threads = dense::threads(jobs);
+            for _ in 0..jobs {
                 let events = events.clone();
                 let (next, stop, trouble, done) = (&next, &stop, &trouble, &done);
                 scope.spawn(move || {
@@ -85,7 +93,7 @@ impl Work<'_> {
                         if stop.load(Ordering::Relaxed) {
                             return;
                         }
-                        match self.shard(&self.plan.shards[shard], stop, &events) {
+                        match self.shard(&self.plan.shards[shard], threads, stop, &events) {
                             Ok(record) => locked(done).push(record),
                             Err(RepackError::Refused(refusals)) => locked(trouble).refusals.extend(refusals),
                             Err(error) => {
@@ -120,6 +128,7 @@ impl Work<'_> {
     fn shard(
         &self,
         shard: &ShardPlan,
+        threads: usize,
         stop: &AtomicBool,
         events: &Sender<Event>,
     ) -> Result<FileRecord, RepackError> {
@@ -139,14 +148,14 @@ impl Work<'_> {
             // The other end is in this function.
             let _ = used.send(buffer);
         }
-        let (exponents, written) = std::thread::scope(|scope| {
+        let (made, written) = std::thread::scope(|scope| {
             let writing = scope.spawn(|| write(writer, to_write, used, events));
-            let made = self.make(shard, &mut reader, full, empty, capacity, stop);
+            let made = self.make(shard, threads, &mut reader, Sink::new(full, empty, capacity), stop);
             let written = writing.join().unwrap_or(Err(RepackError::WriterEnded));
             match (made, written) {
                 // Without a writer nothing is made; its own error tells why.
                 (Err(RepackError::WriterEnded), Err(error)) | (Err(error), _) | (_, Err(error)) => Err(error),
-                (Ok(exponents), Ok(Some(written))) => Ok((exponents, written)),
+                (Ok(made), Ok(Some(written))) => Ok((made, written)),
                 (Ok(_), Ok(None)) => Err(RepackError::WriterEnded),
             }
         })?;
@@ -154,7 +163,8 @@ impl Work<'_> {
             name: shard.name.clone(),
             len: written.len,
             blake3: hex(&written.hash),
-            exponents,
+            exponents: made.exponents,
+            rounding: made.rounding,
         };
         locked(&self.journal).complete(record.clone())?;
         let _ = events.send(Event::Complete);
@@ -165,14 +175,12 @@ impl Work<'_> {
     fn make(
         &self,
         shard: &ShardPlan,
+        threads: usize,
         reader: &mut Reader<'_>,
-        full: SyncSender<Piece>,
-        empty: Receiver<Buffer>,
-        capacity: usize,
+        mut sink: Sink,
         stop: &AtomicBool,
-    ) -> Result<Option<LayerExponents>, RepackError> {
+    ) -> Result<Made, RepackError> {
         let go_on = || if stop.load(Ordering::Relaxed) { Err(RepackError::WriterEnded) } else { Ok(()) };
-        let mut sink = Sink::new(full, empty, capacity);
         let mut experts = None;
         if let Some(layer) = shard.layer.filter(|_| shard.has_experts) {
             let mut layer = LayerExperts::new(self.source, self.plan, layer);
@@ -191,15 +199,18 @@ impl Work<'_> {
         {
             return Err(std::mem::take(&mut layer.refusals).into());
         }
+        let mut rounding = Vec::new();
         for tensor in &shard.dense {
             go_on()?;
-            dense::stream(&self.tensor(&tensor.source)?, tensor.format, reader, &mut sink)?;
+            let format = tensor.format.linear(self.plan.recipe.names);
+            let error = dense::stream(&self.tensor(&tensor.source)?, format, threads, reader, &mut sink)?;
+            rounding.extend(error.map(|error| MatrixRounding::new(&tensor.source, &error)));
         }
         if let Some(layer) = &experts {
             sink.write(&layer.beside(self.plan.recipe.names))?;
         }
         sink.finish()?;
-        Ok(experts.map(|layer| layer.exponents))
+        Ok(Made { exponents: experts.map(|layer| layer.exponents), rounding })
     }
 
     fn tensor(&self, name: &str) -> Result<TensorInfo<'_>, RepackError> {

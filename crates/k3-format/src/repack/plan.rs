@@ -15,7 +15,7 @@ use crate::{Checkpoint, ExpertFormat, TensorId};
 
 use super::dense::{self, dense_format};
 use super::error::RepackError;
-use super::{DenseFormat, Recipe};
+use super::{DenseFormat, Naming, Recipe};
 
 /// The data section of every shard begins at a multiple of this.
 pub(super) const DATA_ALIGN: u64 = 4096;
@@ -101,6 +101,17 @@ impl Plan {
                 found: source.expert_format(),
             });
         }
+        if let Some((&format, &(count, _))) = source.linear_formats().iter().next() {
+            return Err(RepackError::SourceQuantized { dir: source.dir().to_owned(), count, format });
+        }
+        let integers = matches!(recipe.dense, DenseFormat::Int8 | DenseFormat::Int4);
+        if integers && recipe.names == Naming::ModelOpt {
+            return Err(RepackError::Recipe {
+                recipe: recipe.to_string(),
+                why: "ModelOpt stores integer weights in other layouts, which are not written; take --dense nvfp4, or the \
+                      names of compressed-tensors",
+            });
+        }
         let ids: HashMap<String, TensorId> =
             Names::tensors(config).map(|(id, entry)| (source.names().name(entry, id.layer), id)).collect();
         let layers = config.num_hidden_layers();
@@ -127,10 +138,15 @@ impl Plan {
             }
             found.push((place, tensor));
         }
-        // Large elements first keeps every element aligned; then by name, whatever order the source has.
-        found.sort_by(|(a, x), (b, y)| {
-            a.cmp(b).then(y.dtype.bitsize().cmp(&x.dtype.bitsize())).then(x.name.cmp(y.name))
-        });
+        let format_of = |tensor: &TensorInfo<'_>| {
+            dense_format(ids.get(tensor.name).map(|id| id.role), tensor, recipe.dense)
+        };
+        // Large elements first keeps every element aligned; then by name, whatever order the source has. Quantized
+        // matrices begin with what is larger still, and have whole multiples of it.
+        let rank = |tensor: &TensorInfo<'_>| {
+            (format_of(tensor) == DenseFormat::Bf16, std::cmp::Reverse(tensor.dtype.bitsize()))
+        };
+        found.sort_by(|(a, x), (b, y)| a.cmp(b).then_with(|| rank(x).cmp(&rank(y))).then(x.name.cmp(y.name)));
         let mut places: Vec<Place> = (0..layers).map(Place::Layer).collect();
         places.extend(found.iter().map(|(place, _)| *place));
         places.sort_unstable();
@@ -146,12 +162,14 @@ impl Plan {
         let source_expert = source.experts().layout().len as u64;
         for (i, place) in places.iter().enumerate() {
             let here = found.iter().filter(|(p, _)| p == place);
-            let mut read_bytes: u64 = here.clone().map(|(_, tensor)| tensor.byte_len()).sum();
+            // The factor of an NVFP4 matrix comes from all of it.
+            let times = |tensor| if format_of(tensor) == DenseFormat::Nvfp4 { 2 } else { 1 };
+            let mut read_bytes: u64 = here.clone().map(|(_, t)| times(t) * t.byte_len()).sum();
             let dense = here
                 .map(|(_, tensor)| {
                     let id = ids.get(tensor.name).copied();
-                    let format = dense_format(id.map(|id| id.role), tensor, recipe.dense);
-                    let outputs = dense::outputs(tensor, format);
+                    let format = format_of(tensor);
+                    let outputs = dense::outputs(tensor, format, recipe.names);
                     DensePlan { source: tensor.name.to_owned(), id, format, outputs }
                 })
                 .collect();
@@ -236,6 +254,15 @@ impl Plan {
             _ => true,
         };
         (0..self.shards.len()).filter(|&i| selected(&self.shards[i])).collect()
+    }
+
+    /// Matrices that are quantized, and those that would be, had they other widths.
+    pub(super) fn quantized(&self) -> (Vec<&DensePlan>, Vec<&DensePlan>) {
+        let dense = self.shards.iter().flat_map(|shard| &shard.dense);
+        let asked = |d: &&DensePlan| {
+            self.recipe.dense != DenseFormat::Bf16 && d.id.is_some_and(|id| id.role.is_quantized_on_request())
+        };
+        dense.filter(asked).partition(|d| d.format != DenseFormat::Bf16)
     }
 
     /// Bytes of all tensors of the result.

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use crate::ExpertFormat;
+use k3_quant::WeightFormat;
+
+use crate::{ExpertFormat, LinearFormat};
 
 /// How the routed experts are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -49,12 +51,44 @@ pub enum DenseFormat {
     /// As it is stored: BF16 stays BF16, F32 stays F32.
     #[default]
     Bf16,
+    /// NVFP4: 4.5 bits a weight.
+    Nvfp4,
+    /// 8-bit integers with a scale per row.
+    Int8,
+    /// 4-bit integers with a scale per 64 columns: 4.25 bits a weight.
+    Int4,
+}
+
+impl DenseFormat {
+    /// The format of quantized matrices; `None` if nothing is quantized.
+    pub fn weight_format(self) -> Option<WeightFormat> {
+        match self {
+            Self::Bf16 => None,
+            Self::Nvfp4 => Some(WeightFormat::Nvfp4),
+            Self::Int8 => Some(WeightFormat::Int8),
+            Self::Int4 => Some(WeightFormat::Int4),
+        }
+    }
+
+    /// How quantized matrices are stored under these names; `None` if nothing is quantized.
+    pub fn linear(self, names: Naming) -> Option<LinearFormat> {
+        match (self, names) {
+            (Self::Bf16, _) => None,
+            (Self::Nvfp4, Naming::CompressedTensors) => Some(LinearFormat::Nvfp4CompressedTensors),
+            (Self::Nvfp4, Naming::ModelOpt) => Some(LinearFormat::Nvfp4ModelOpt),
+            (Self::Int8, _) => Some(LinearFormat::Int8),
+            (Self::Int4, _) => Some(LinearFormat::Int4),
+        }
+    }
 }
 
 impl fmt::Display for DenseFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Bf16 => "bf16",
+            Self::Nvfp4 => "nvfp4",
+            Self::Int8 => "int8",
+            Self::Int4 => "int4",
         })
     }
 }

@@ -2,8 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use k3_quant::encode::RoundingError;
 use serde::{Deserialize, Serialize};
 
+use crate::names::split_layer;
+
+use super::dense::module;
 use super::recipe::Recipe;
 use super::scales::Census;
 use super::source_id::SourceId;
@@ -57,8 +61,78 @@ impl LayerExponents {
     }
 }
 
+/// What quantizing a matrix cost.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MatrixRounding {
+    /// The tensor of the source.
+    pub tensor: String,
+    /// `|W' - W| / |W|`
+    pub relative_l2: f64,
+    /// The largest difference of two elements.
+    pub largest: f64,
+    /// Sum of squared differences, and of squared weights.
+    pub squares: [f64; 2],
+}
+
+impl MatrixRounding {
+    pub(super) fn new(tensor: &str, error: &RoundingError) -> Self {
+        Self {
+            tensor: tensor.to_owned(),
+            relative_l2: error.relative_l2(),
+            largest: error.largest,
+            squares: [error.squared_error, error.squared_norm],
+        }
+    }
+}
+
+/// What quantizing cost all matrices that are called alike, such as `self_attn.q_proj`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct KindRounding {
+    /// Their name without that of the layer.
+    pub kind: String,
+    /// How many.
+    pub matrices: usize,
+    /// `|W' - W| / |W|` of all of them together.
+    pub relative_l2: f64,
+    /// The largest of a single one.
+    pub worst_relative_l2: f64,
+    /// Which one that is.
+    pub worst: String,
+    /// The largest difference of two elements.
+    pub largest: f64,
+}
+
+impl KindRounding {
+    /// By kind, in alphabetical order; `matrices` in the order of the plan.
+    pub(super) fn of<'a>(matrices: impl Iterator<Item = &'a MatrixRounding>) -> Vec<Self> {
+        let mut kinds: BTreeMap<&str, Vec<&MatrixRounding>> = BTreeMap::new();
+        for matrix in matrices {
+            let name = module(&matrix.tensor);
+            kinds.entry(split_layer(name).map_or(name, |(_, kind)| kind)).or_default().push(matrix);
+        }
+        let kind = |(kind, matrices): (&str, Vec<&MatrixRounding>)| {
+            let mut all = RoundingError::default();
+            let mut worst = matrices[0];
+            for matrix in &matrices {
+                let [squared_error, squared_norm] = matrix.squares;
+                all.add(&RoundingError { squared_error, squared_norm, largest: matrix.largest });
+                worst = if matrix.relative_l2 > worst.relative_l2 { matrix } else { worst };
+            }
+            Self {
+                kind: kind.to_owned(),
+                matrices: matrices.len(),
+                relative_l2: all.relative_l2(),
+                worst_relative_l2: worst.relative_l2,
+                worst: worst.tensor.clone(),
+                largest: all.largest,
+            }
+        };
+        kinds.into_iter().map(kind).collect()
+    }
+}
+
 /// A file that was written.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileRecord {
     /// File name.
     pub name: String,
@@ -69,6 +143,9 @@ pub struct FileRecord {
     /// The exponents of the routed experts in it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub exponents: Option<LayerExponents>,
+    /// The matrices in it that were quantized.
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    pub rounding: Vec<MatrixRounding>,
 }
 
 /// What of the source is not in the result.
@@ -81,7 +158,7 @@ pub struct LeftOut {
 }
 
 /// What a finished tree is. It stands in the tree as `repack.json` and is the same whatever happened on the way there.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// The version of this object.
     pub k3_repack: u32,
@@ -96,6 +173,12 @@ pub struct Report {
     pub tensors: usize,
     /// All layers together.
     pub exponents: LayerExponentsOfAll,
+    /// What quantizing dense matrices cost.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rounding: Vec<KindRounding>,
+    /// Matrices that stayed BF16 because their columns are no whole blocks of the format.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub not_quantized: Vec<String>,
     /// The shards.
     pub shards: Vec<FileRecord>,
     /// Everything else but this file.
@@ -144,7 +227,7 @@ fn as_text<S: serde::Serializer>(recipe: &Recipe, serializer: S) -> Result<S::Ok
 }
 
 /// What one call did.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Outcome {
     /// The finished tree; `None` if shards are missing, because the run was over some layers only.

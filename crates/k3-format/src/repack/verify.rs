@@ -14,14 +14,15 @@ use serde::Serialize;
 
 use crate::experts::{ExpertLocation, MATRICES, matrix_name};
 use crate::shards::{Shards, TensorInfo};
-use crate::{Checkpoint, ExpertFormat};
+use crate::writer::TensorSpec;
+use crate::{Checkpoint, ExpertFormat, LinearFormat};
 
+use super::dense::{self, Quantizer};
 use super::error::RepackError;
 use super::pipeline::locked;
 use super::plan::{Plan, ShardPlan};
 use super::read::Reader;
 use super::report::FileRecord;
-use super::DenseFormat;
 
 /// What a verification compared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -44,6 +45,8 @@ pub struct Proof {
     pub dense_tensors: u64,
     /// Their bytes.
     pub dense_bytes: u64,
+    /// Matrices that are, byte for byte, what quantizing the source's gives.
+    pub quantized_tensors: u64,
     /// Whether the files were read past the page cache. Otherwise what was read may have come from memory.
     pub from_disk: bool,
 }
@@ -59,6 +62,7 @@ impl Proof {
         self.zero_blocks_with_other_scale += other.zero_blocks_with_other_scale;
         self.dense_tensors += other.dense_tensors;
         self.dense_bytes += other.dense_bytes;
+        self.quantized_tensors += other.quantized_tensors;
     }
 }
 
@@ -77,7 +81,7 @@ pub(super) struct Verification<'a> {
 
 /// The most memory that verifying one shard takes.
 pub(super) fn bytes_in_flight(plan: &Plan) -> u64 {
-    2 * (plan.experts.len as u64 + 2 * PIECE as u64)
+    2 * (plan.experts.len as u64 + 2 * PIECE as u64) + dense::bytes_in_flight(plan)
 }
 
 impl Verification<'_> {
@@ -89,8 +93,9 @@ impl Verification<'_> {
         jobs: usize,
         report: &mut dyn FnMut(u64),
     ) -> Result<Proof, RepackError> {
+        let threads = dense::threads(jobs.min(which.len()));
         self.each(which, jobs, report, |shard, events| {
-            let mut comparison = Comparison::new(self, shard, events)?;
+            let mut comparison = Comparison::new(self, shard, threads, events)?;
             comparison.shard(shard)?;
             Ok(comparison.proof)
         })
@@ -181,6 +186,7 @@ impl Verification<'_> {
 struct Comparison<'a> {
     of: &'a Verification<'a>,
     file: &'a Path,
+    threads: usize,
     events: &'a Sender<u64>,
     source: Reader<'a>,
     result: Reader<'a>,
@@ -195,6 +201,7 @@ impl<'a> Comparison<'a> {
     fn new(
         of: &'a Verification<'a>,
         shard: &ShardPlan,
+        threads: usize,
         events: &'a Sender<u64>,
     ) -> Result<Self, RepackError> {
         let file = of.result.files().iter().find(|file| file.name == shard.name);
@@ -202,6 +209,7 @@ impl<'a> Comparison<'a> {
         Ok(Self {
             of,
             file: &file.path,
+            threads,
             events,
             source: Reader::new(of.source.shards(), of.direct)?,
             result: Reader::new(of.result, of.direct)?,
@@ -250,8 +258,9 @@ impl<'a> Comparison<'a> {
         for dense in &shard.dense {
             let source = self.of.source.shards().get(&dense.source);
             let source = source.ok_or_else(|| RepackError::NoTensor { name: dense.source.clone() })?;
-            match dense.format {
-                DenseFormat::Bf16 => self.same_bytes(&source)?,
+            match dense.format.linear(self.of.plan.recipe.names) {
+                None => self.same_bytes(&source)?,
+                Some(format) => self.same_rounding(&source, format, &dense.outputs)?,
             }
         }
         Ok(())
@@ -373,6 +382,66 @@ impl<'a> Comparison<'a> {
         }
         self.proof.dense_tensors += 1;
         self.proof.dense_bytes += source.byte_len();
+        Ok(())
+    }
+}
+
+impl Comparison<'_> {
+    /// Compares the tensors of a matrix with what quantizing the source's gives now. The rules of rounding are those of
+    /// the conversion; what is proved is that this was done to the source's numbers, and that the file holds it.
+    fn same_rounding(
+        &mut self,
+        source: &TensorInfo<'_>,
+        format: LinearFormat,
+        outputs: &[TensorSpec],
+    ) -> Result<(), RepackError> {
+        let mut quantizer = Quantizer::new(*source, format, self.threads, &mut self.source)?;
+        let of_all = quantizer.of_all(format);
+        let mut parts = outputs.iter();
+        if !of_all.is_empty()
+            && let Some(spec) = parts.next()
+        {
+            Expected::of(self.result_tensor(&spec.name)?).compare(&mut self.result, &of_all, self.file)?;
+        }
+        let (Some(codes), Some(scales)) = (parts.next(), parts.next()) else { return Ok(()) };
+        let mut codes = Expected::of(self.result_tensor(&codes.name)?);
+        let mut scales = Expected::of(self.result_tensor(&scales.name)?);
+        let (result, file, events) = (&mut self.result, self.file, self.events);
+        let (found, _) = quantizer.encode(&mut self.source, &mut |bytes| {
+            let _ = events.send(bytes.len() as u64);
+            codes.compare(result, bytes, file)
+        })?;
+        let _ = self.events.send(found.len() as u64);
+        scales.compare(&mut self.result, &found, self.file)?;
+        self.proof.quantized_tensors += 1;
+        Ok(())
+    }
+}
+
+/// A tensor of the result, compared from its beginning on.
+struct Expected<'a> {
+    tensor: TensorInfo<'a>,
+    at: u64,
+    found: Vec<u8>,
+}
+
+impl<'a> Expected<'a> {
+    fn of(tensor: TensorInfo<'a>) -> Self {
+        Self { tensor, at: 0, found: Vec::new() }
+    }
+
+    fn compare(&mut self, result: &mut Reader<'_>, wanted: &[u8], file: &Path) -> Result<(), RepackError> {
+        self.found.resize(wanted.len(), 0);
+        result.read(self.tensor.shard, self.tensor.begin + self.at, &mut self.found)?;
+        if let Some(i) = first_difference(wanted, &self.found) {
+            let what = format!(
+                "byte {} of `{}` is not what quantizing the source's matrix gives",
+                self.at + i as u64,
+                self.tensor.name
+            );
+            return Err(RepackError::Differs { file: file.to_owned(), what });
+        }
+        self.at += wanted.len() as u64;
         Ok(())
     }
 }

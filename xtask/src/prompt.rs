@@ -12,7 +12,7 @@ const SEED: u64 = 3;
 
 /// `len` ids, always the same for the same vocabulary: no special ids, and no control slots where the vocabulary has
 /// room for them.
-pub(super) fn fixed_prompt<D: Device>(engine: &Engine<D>, len: usize) -> Result<Vec<u32>> {
+pub(crate) fn fixed_prompt<D: Device>(engine: &Engine<D>, len: usize) -> Result<Vec<u32>> {
     let config = engine.model().config();
     let vocab = config.vocab_size;
     let text = if vocab > 16 * CONTROL_SLOTS { vocab - CONTROL_SLOTS } else { vocab };
