@@ -3,11 +3,14 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod drift;
 pub mod expect;
 pub mod nano;
 mod open;
 mod output;
 mod progress;
+mod prompt;
+pub mod repack;
 pub mod selfcheck;
 pub mod synth;
 pub mod trace;

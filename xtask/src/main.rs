@@ -6,7 +6,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench, is_closed_pipe, nano, selfcheck, synth, trace};
+use xtask::{bench, drift, is_closed_pipe, nano, repack, selfcheck, synth, trace};
 
 /// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
 #[derive(Parser)]
@@ -26,6 +26,10 @@ enum Command {
     Synth(synth::Args),
     Bench(bench::Args),
     Nano(nano::Args),
+    /// Say how far a checkpoint's logits are from those of another
+    Drift(drift::Args),
+    /// Convert a checkpoint once, without loss: NVFP4 or MXFP4 experts in id order, page-aligned
+    Repack(repack::Args),
     /// Check that this engine computes what it should, on the fixtures or on a checkpoint
     Selfcheck(selfcheck::Args),
     /// Write everything that happens inside the model for a prompt into a file
@@ -39,6 +43,8 @@ fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Nano(args) => nano::run(&args),
+        Command::Drift(args) => drift::run(&args),
+        Command::Repack(args) => repack::run(&args),
         Command::Selfcheck(args) => selfcheck::run(&args),
         Command::Trace(args) => trace::run(&args),
     };

@@ -96,6 +96,7 @@ fn describe(checkpoint: &Checkpoint) -> String {
             }
         ),
     );
+    line("pinned", pinned(checkpoint));
     let moe_layers = (0..c.num_hidden_layers()).filter(|&l| c.is_moe(l)).count();
     let per_token = (moe_layers * c.moe.num_experts_per_token * experts.layout().len) as u64;
     line(
@@ -125,6 +126,15 @@ fn describe(checkpoint: &Checkpoint) -> String {
         line("note", warning.to_string());
     }
     out
+}
+
+/// How the weights outside the routed experts are stored: quantized matrices by format, and the rest.
+fn pinned(checkpoint: &Checkpoint) -> String {
+    let formats = checkpoint.linear_formats();
+    let quantized: u64 = formats.values().map(|(_, size)| size).sum();
+    let rest = format!("{} of BF16 and F32", bytes(checkpoint.resident_bytes() - quantized));
+    let formats = formats.iter().map(|(f, (count, size))| format!("{count} matrices of {f}, {}", bytes(*size)));
+    formats.chain([rest]).collect::<Vec<_>>().join("; ")
 }
 
 /// The three markers of the variant gate; that they agree was checked on opening.

@@ -1,5 +1,6 @@
 //! A snapshot directory, opened and checked: the one way in for everything that reads weights.
 
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,6 +16,7 @@ use crate::experts::{ExpertLocation, ExpertMatrices, Experts};
 use crate::generation_config::GenerationConfig;
 use crate::identity::CheckpointId;
 use crate::indexer::IndexerResolution;
+use crate::linear::{self, LinearFormat, StoredLinear};
 use crate::names::{Extent, IndexerNames, Names};
 use crate::read::Buffer;
 use crate::shard_error::ShardError;
@@ -76,6 +78,7 @@ pub struct Checkpoint {
     names: Names,
     indexer: Option<IndexerResolution>,
     experts: Experts,
+    linears: HashMap<TensorId, StoredLinear>,
     id: CheckpointId,
     warnings: Vec<Warning>,
     load: LoadMode,
@@ -119,6 +122,7 @@ impl Checkpoint {
             names: opened.names,
             indexer: opened.indexer,
             experts: opened.experts,
+            linears: opened.linears,
             id,
             warnings: opened.warnings,
             load: options.load,
@@ -188,7 +192,23 @@ impl Checkpoint {
         self.other_bytes
     }
 
-    /// A tensor of the language model: name, dtype, shape and place.
+    /// How a matrix outside the routed experts is stored, if it is quantized.
+    pub fn linear_format(&self, id: TensorId) -> Option<LinearFormat> {
+        self.linears.get(&id).map(|stored| stored.format)
+    }
+
+    /// How many matrices outside the routed experts are stored in each quantized format, and their bytes.
+    pub fn linear_formats(&self) -> BTreeMap<LinearFormat, (usize, u64)> {
+        let mut formats = BTreeMap::new();
+        for stored in self.linears.values() {
+            let (count, bytes) = formats.entry(stored.format).or_default();
+            *count += 1;
+            *bytes += stored.bytes;
+        }
+        formats
+    }
+
+    /// A tensor of the language model: name, dtype, shape and place. Of a quantized matrix, that of its codes.
     ///
     /// # Errors
     /// [`Error::NoSuchTensor`].
@@ -199,19 +219,31 @@ impl Checkpoint {
     fn find(&self, id: TensorId) -> Result<(Extent, TensorInfo<'_>), Error> {
         let unknown = || Error::NoSuchTensor { id };
         let entry = self.names.find(&self.config, id).ok_or_else(unknown)?;
-        let name = self.names.name(entry, id.layer);
+        let extent = entry.extent(&self.config);
+        let name = match (self.linears.get(&id), extent) {
+            (Some(stored), Extent::Matrix(rows, cols)) => {
+                let module = self.names.module(entry, id.layer);
+                stored.format.tensors(&module, rows, cols).swap_remove(0).name
+            }
+            _ => self.names.name(entry, id.layer),
+        };
         let tensor = self.shards.get(&name).ok_or_else(unknown)?;
-        Ok((entry.extent(&self.config), tensor))
+        Ok((extent, tensor))
     }
 
     /// A weight matrix `[out, in]`, in the type it is stored in.
     ///
     /// # Errors
     /// [`Error::NoSuchTensor`], [`Error::WrongKind`] for a vector, [`Error::Shards`], and with [`LoadMode::Read`]
-    /// [`Error::NotFinite`] for an infinity or NaN in any matrix but [`Role::EmbedTokens`].
+    /// [`Error::NotFinite`] for an infinity or NaN in any matrix but [`Role::EmbedTokens`], [`Error::BadScale`] for one
+    /// in the scales of a quantized matrix.
     pub fn matrix(&self, id: TensorId) -> Result<Matrix, Error> {
         let (extent, tensor) = self.find(id)?;
         let Extent::Matrix(rows, cols) = extent else { return Err(Error::WrongKind { id, asked: "matrix" }) };
+        if let Some(stored) = self.linears.get(&id) {
+            let module = tensor.name.rsplit_once('.').map_or(tensor.name, |(module, _)| module);
+            return linear::load(&self.shards, self.load, module, (rows, cols), stored);
+        }
         let bytes = match self.load {
             LoadMode::Read => self.shards.read(&tensor)?,
             LoadMode::Map => self.shards.map(&tensor)?,

@@ -6,8 +6,8 @@
 
 mod dsa;
 mod fields;
-mod ignore;
 mod layer_map;
+mod module_pattern;
 mod quantization;
 
 use std::collections::HashSet;
@@ -18,10 +18,11 @@ use serde_json::Value;
 
 pub use dsa::DsaConfig;
 pub use fields::ConfigProblem;
-pub use quantization::{ExpertFormat, QuantizationConfig};
+pub use quantization::{ExpertFormat, QuantizationConfig, QuantizationGroup};
 
 pub(crate) use fields::{Fields, show};
-pub(crate) use ignore::lists_routed_experts;
+pub(crate) use module_pattern::ModulePattern;
+pub(crate) use quantization::EVERY_LINEAR;
 
 use crate::error::Error;
 use crate::gate::{self, Markers};

@@ -132,6 +132,25 @@ pub enum Error {
         /// The value.
         value: f32,
     },
+    /// A scale of a quantized matrix is no scale.
+    #[error(
+        "{name}: row {row}, column {column} (from 0) is {value}, and every scale must be a finite number that is not \
+         negative; {} is damaged or was converted wrongly: compare its checksum with the published one and get the \
+         file again",
+        .file.display()
+    )]
+    BadScale {
+        /// The tensor of scales.
+        name: String,
+        /// Its shard.
+        file: PathBuf,
+        /// 0-based row of the first such scale.
+        row: usize,
+        /// Its 0-based column.
+        column: usize,
+        /// The value.
+        value: f32,
+    },
     /// Bytes do not make a matrix.
     #[error("{name}")]
     Matrix {
@@ -164,7 +183,16 @@ pub enum TensorProblem {
     /// A part of a routed expert that its format does not have.
     #[error("{name}: does not belong to an expert stored as {format}, as {entry} says")]
     Unexpected { name: String, format: String, entry: String },
-    /// A routed expert is stored in another way than the config says.
+    /// A part of a quantized matrix that its format does not have.
+    #[error("{name}: does not belong to a matrix stored as {format}")]
+    Surplus { name: String, format: String },
+    /// A tensor that is quantized in no checkpoint.
+    #[error(
+        "{name}: part of a quantized tensor, but this one must be BF16 or F32: it steers what the others compute; \
+         convert the checkpoint again without quantizing it"
+    )]
+    NeverQuantized { name: String },
+    /// A matrix is stored in another way than the config says.
     #[error("{name}: the tensors are {found}, but {entry}; get config.json and weights from one place")]
     Disagrees { name: String, found: String, entry: String },
     /// Its values cannot be those of this tensor.
@@ -181,6 +209,8 @@ impl TensorProblem {
             | Self::Shape { name, .. }
             | Self::Unknown { name }
             | Self::Unexpected { name, .. }
+            | Self::Surplus { name, .. }
+            | Self::NeverQuantized { name }
             | Self::Disagrees { name, .. }
             | Self::Value { name, .. } => name,
         }

@@ -95,7 +95,7 @@ impl ExpertSurvey {
             "weight_scale" => block_scale(tensor, rows, cols),
             "weight_global_scale" => global_scale(tensor, seen::GLOBAL_DIVISOR),
             "weight_scale_2" => global_scale(tensor, seen::GLOBAL_FACTOR),
-            "input_scale" | "input_global_scale" => return Visit::ActivationScale,
+            _ if is_activation_scale(part) => return Visit::ActivationScale,
             _ => return Visit::Unknown,
         };
         let found = self.found.entry((layer as u32, expert as u32)).or_default();
@@ -163,7 +163,7 @@ impl ExpertSurvey {
                 experts().flat_map(|id| get(id).at.map(|matrix| matrix[GLOBAL])).collect();
             let values = read_scalars(shards, &places)?;
             for (i, what) in
-                values.iter().enumerate().filter_map(|(i, v)| Some((i, scale_fault(format, *v)?)))
+                values.iter().enumerate().filter_map(|(i, v)| Some((i, scale_fault(format == ExpertFormat::Nvfp4ModelOpt, *v)?)))
             {
                 let (layer, expert) =
                     (layers.start + i / 3 / config.moe.num_experts, i / 3 % config.moe.num_experts);
@@ -181,6 +181,11 @@ impl ExpertSurvey {
         }
         Ok((errors.total == before).then_some(table))
     }
+}
+
+/// Scales for quantizing activations, which this engine does not do.
+pub(crate) fn is_activation_scale(part: &str) -> bool {
+    matches!(part, "input_scale" | "input_global_scale")
 }
 
 /// `{expert}.w1.{part}`
@@ -268,16 +273,17 @@ fn check_matrix(
 /// The largest factor of a matrix that is taken for one. The largest weight is 6 * 448 = 2,688 times the factor, so
 /// published factors are far below 1, and 1 where nothing was measured; a factor from here on is a divisor that was
 /// stored in its place, or the other way round.
-const MAX_FACTOR: f32 = 64.0;
+pub(crate) const MAX_FACTOR: f32 = 64.0;
 
 /// What is wrong with a global scale, if anything is (`docs/nvfp4.md` 7).
-fn scale_fault(format: ExpertFormat, stored: f32) -> Option<String> {
+pub(crate) fn scale_fault(is_factor: bool, stored: f32) -> Option<String> {
     if !stored.is_normal() || stored < 0.0 {
         return Some(format!("the scale of a matrix must be a normal number above 0, found {stored}"));
     }
-    let (factor, other) = match format {
-        ExpertFormat::Nvfp4ModelOpt => (stored, "a divisor in the place of a factor"),
-        _ => (1.0 / stored, "a factor in the place of a divisor"),
+    let (factor, other) = if is_factor {
+        (stored, "a divisor in the place of a factor")
+    } else {
+        (1.0 / stored, "a factor in the place of a divisor")
     };
     if factor > MAX_FACTOR {
         return Some(format!(

@@ -9,6 +9,7 @@
 mod checkpoint;
 mod config;
 mod content;
+mod direct;
 mod error;
 mod expert_survey;
 mod experts;
@@ -19,12 +20,15 @@ mod identity;
 mod index;
 mod indexer;
 mod json;
+mod linear;
+mod linear_config;
 mod map;
 mod model_config;
 pub mod names;
 mod new_file;
 mod printable;
 mod read;
+pub mod repack;
 mod role;
 mod shard_error;
 mod shard_file;
@@ -38,7 +42,9 @@ mod weight_source;
 mod writer;
 
 pub use checkpoint::{Checkpoint, LoadMode, OpenOptions};
-pub use config::{ConfigError, ConfigFile, ConfigProblem, DsaConfig, ExpertFormat, QuantizationConfig};
+pub use config::{
+    ConfigError, ConfigFile, ConfigProblem, DsaConfig, ExpertFormat, QuantizationConfig, QuantizationGroup,
+};
 pub use content::Content;
 pub use error::{Error, TensorErrors, TensorProblem};
 pub use experts::{ExpertLayout, ExpertLocation, ExpertMatrices, Experts, PartLocation};
@@ -47,6 +53,7 @@ pub use generation_config::GenerationConfig;
 pub use header::{HeaderError, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK};
 pub use identity::CheckpointId;
 pub use indexer::{IndexerResolution, ResolvedBy};
+pub use linear::LinearFormat;
 pub use model_config::{
     AttentionKind, IndexerConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig, SpecialTokens, Variant,
 };

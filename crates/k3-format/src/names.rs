@@ -402,6 +402,15 @@ impl Names {
         layer.map_or_else(|| suffix.to_owned(), |layer| layer_name(layer, suffix))
     }
 
+    /// The name of the module that a matrix belongs to: that of the tensor, without `.weight`.
+    pub fn module(&self, spec: &TableEntry, layer: Option<usize>) -> String {
+        let mut name = self.name(spec, layer);
+        if let Some(module) = name.strip_suffix(".weight") {
+            name.truncate(module.len());
+        }
+        name
+    }
+
     /// Every tensor that a model of this config has, model level first, then layer by layer.
     pub fn tensors(config: &ModelConfig) -> impl Iterator<Item = (TensorId, &'static TableEntry)> {
         let places = std::iter::once(None).chain((0..config.num_hidden_layers()).map(Some));

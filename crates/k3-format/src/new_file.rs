@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, BufWriter, Write as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use crate::direct::{DirectOut, direct_flag};
 use crate::shard_error::ShardError;
 
 /// Appended to the name of an output until it is whole.
@@ -32,7 +33,14 @@ const BUFFER_BYTES: usize = 1 << 20;
 pub struct NewFile {
     path: PathBuf,
     partial: PathBuf,
-    out: BufWriter<File>,
+    out: Out,
+}
+
+/// How bytes get into the file.
+#[derive(Debug)]
+enum Out {
+    Cached(BufWriter<File>),
+    Direct(DirectOut),
 }
 
 impl NewFile {
@@ -44,6 +52,11 @@ impl NewFile {
     /// a file, at `path` or at `<path>.partial`; [`ShardError::OutputIsBusy`] while another writer has the same
     /// name; [`ShardError::Io`].
     pub fn create(path: &Path) -> Result<Self, ShardError> {
+        Self::create_with(path, false)
+    }
+
+    /// The same; with `direct`, bytes go past the page cache.
+    pub(crate) fn create_with(path: &Path, direct: bool) -> Result<Self, ShardError> {
         regular(path)?;
         let Some(name) = path.file_name() else {
             return Err(ShardError::Unwritable {
@@ -57,14 +70,49 @@ impl NewFile {
         // Held until the new file is locked, so that there is no moment at which a third writer could take over.
         let _leftover = remove_leftover(&partial)?;
         // `create_new` also fails, rather than follow it, if a link appears meanwhile.
-        let file = OpenOptions::new().write(true).create_new(true).open(&partial).map_err(|e| {
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true);
+        let flag = if direct { direct_flag().map(|flag| _ = options.custom_flags(flag)) } else { Ok(()) };
+        let file = flag.and_then(|()| options.open(&partial)).map_err(|e| {
             if e.kind() == io::ErrorKind::AlreadyExists {
                 return ShardError::OutputIsBusy { partial: partial.clone() };
             }
             ShardError::io("create", &partial)(e)
         })?;
         lock(&file, &partial)?;
-        Ok(Self { path: path.to_owned(), partial, out: BufWriter::with_capacity(BUFFER_BYTES, file) })
+        let out = if direct {
+            Out::Direct(DirectOut::new(file).map_err(ShardError::io("write", &partial))?)
+        } else {
+            Out::Cached(BufWriter::with_capacity(BUFFER_BYTES, file))
+        };
+        Ok(Self { path: path.to_owned(), partial, out })
+    }
+
+    /// Asks the file system for room for `len` bytes, so that a full disk is known at once and the file is in few
+    /// pieces. Where it has no such call nothing happens.
+    ///
+    /// # Errors
+    ///
+    /// [`ShardError::Io`].
+    pub(crate) fn reserve(&self, len: u64) -> Result<(), ShardError> {
+        #[cfg(target_os = "linux")]
+        {
+            let done = rustix::fs::fallocate(self.file(), rustix::fs::FallocateFlags::empty(), 0, len);
+            match done.map_err(io::Error::from) {
+                Err(e) if matches!(e.kind(), io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput) => {}
+                done => done.map_err(ShardError::io("write", &self.partial))?,
+            }
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = len;
+        Ok(())
+    }
+
+    fn file(&self) -> &File {
+        match &self.out {
+            Out::Cached(out) => out.get_ref(),
+            Out::Direct(out) => out.get_ref(),
+        }
     }
 
     /// The final path.
@@ -78,7 +126,11 @@ impl NewFile {
     ///
     /// [`ShardError::Io`].
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), ShardError> {
-        self.out.write_all(bytes).map_err(ShardError::io("write", &self.partial))
+        let done = match &mut self.out {
+            Out::Cached(out) => out.write_all(bytes),
+            Out::Direct(out) => out.write_all(bytes),
+        };
+        done.map_err(ShardError::io("write", &self.partial))
     }
 
     /// Brings all bytes to the disk (`fsync`), gives the file its name, and brings the name to the disk (`fsync` of
@@ -90,8 +142,12 @@ impl NewFile {
     /// [`ShardError::OutputIsBusy`] if somebody replaced the partial file, [`ShardError::Io`]. Only the error of
     /// synchronizing the directory comes after the rename.
     pub fn commit(mut self) -> Result<(), ShardError> {
-        self.out.flush().map_err(ShardError::io("write", &self.partial))?;
-        let file = self.out.get_ref();
+        let done = match &mut self.out {
+            Out::Cached(out) => out.flush(),
+            Out::Direct(out) => out.finish(),
+        };
+        done.map_err(ShardError::io("write", &self.partial))?;
+        let file = self.file();
         file.sync_all().map_err(ShardError::io("write", &self.partial))?;
         regular(&self.path)?;
         // Where the file system has no locks another writer may have replaced it: never publish that one's half.

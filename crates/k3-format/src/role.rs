@@ -65,6 +65,41 @@ pub enum Role {
     SharedDownProj,
 }
 
+impl Role {
+    /// Whether a checkpoint may hold this matrix quantized (`docs/dense-formats.md` 1). The others steer: selections
+    /// (router, indexer), decay and gates of KDA, the mix of residuals, norms; or they are read a row at a time
+    /// (embedding), where nothing is gained.
+    pub fn may_be_quantized(self) -> bool {
+        self.is_quantized_on_request() || matches!(self, Self::LmHead | Self::KvBProj)
+    }
+
+    /// Whether `repack` quantizes this matrix when it is asked for smaller dense weights: all that
+    /// [`Role::may_be_quantized`] but two. The head's error is the logits' error, and every published recipe leaves it
+    /// alone; `kv_b_proj` is used transposed in the absorbed form of attention, where engines expand it anyway, and is
+    /// half a percent of the bytes.
+    pub fn is_quantized_on_request(self) -> bool {
+        matches!(
+            self,
+            Self::GProj
+                | Self::OProj
+                | Self::QProj
+                | Self::KProj
+                | Self::VProj
+                | Self::QAProj
+                | Self::QBProj
+                | Self::KvAProjWithMqa
+                | Self::MlpGateProj
+                | Self::MlpUpProj
+                | Self::MlpDownProj
+                | Self::RoutedExpertDownProj
+                | Self::RoutedExpertUpProj
+                | Self::SharedGateProj
+                | Self::SharedUpProj
+                | Self::SharedDownProj
+        )
+    }
+}
+
 /// A tensor of the language model that is not part of a routed expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TensorId {

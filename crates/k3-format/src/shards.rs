@@ -89,6 +89,15 @@ impl Shards {
                 counts.into_iter().map(|(name, _)| name).collect()
             }
         };
+        let shards = Self::open_files(dir, &names)?;
+        if let Some(index) = index {
+            shards.compare(&index)?;
+        }
+        Ok(shards)
+    }
+
+    /// Opens these files of `dir`, whatever an index says.
+    pub(crate) fn open_files(dir: &Path, names: &[String]) -> Result<Self, ShardError> {
         let mut shards = Self {
             dir: dir.to_owned(),
             files: Vec::with_capacity(names.len()),
@@ -99,7 +108,7 @@ impl Shards {
             hasher: hashbrown::DefaultHashBuilder::default(),
             read_cap: MAX_READ_BYTES,
         };
-        let opened = open_all(dir, &names)?;
+        let opened = open_all(dir, names)?;
         // Grown by doubling, the arenas would set the peak of an open.
         let total = |of: fn(&Header) -> usize| opened.iter().map(|(_, header)| of(header)).sum();
         shards.names.reserve_exact(total(|header| header.names.len()));
@@ -107,9 +116,6 @@ impl Shards {
         shards.entries.reserve_exact(total(|header| header.entries.len()));
         for (file, header) in opened {
             shards.add(file, &header)?;
-        }
-        if let Some(index) = index {
-            shards.compare(&index)?;
         }
         Ok(shards)
     }

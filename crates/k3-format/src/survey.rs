@@ -2,17 +2,18 @@
 
 use std::collections::HashMap;
 
-use crate::TensorId;
+use crate::{ModelConfig, TensorId};
 use crate::config::ConfigFile;
 use crate::error::TensorErrors;
-use crate::expert_survey::{ExpertSurvey, Visit};
+use crate::expert_survey::{ExpertSurvey, Visit, is_activation_scale};
 use crate::experts::EXPERTS_PREFIX;
 use crate::indexer::Unplaced;
+use crate::linear::{Parts, split_part};
 use crate::names::{IndexerNames, LANGUAGE_MODEL, Names, split_layer};
 use crate::shards::{Shards, TensorInfo};
 
 /// Parts of the checkpoint that text generation does not need.
-const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "mm_projector."];
+pub(crate) const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "mm_projector."];
 /// Unknown tensors that a warning names.
 const NAMED: usize = 5;
 
@@ -20,6 +21,8 @@ const NAMED: usize = 5;
 pub(crate) struct Survey<'a> {
     /// Those of the table of Kimi K3.
     pub(crate) table: HashMap<TensorId, TensorInfo<'a>>,
+    /// Parts of quantized tensors of the table.
+    pub(crate) parts: HashMap<TensorId, Parts<'a>>,
     /// Those of decoder layers that are not Kimi K3's: an indexer, or unknown.
     pub(crate) unplaced: Vec<Unplaced<'a>>,
     pub(crate) experts: ExpertSurvey,
@@ -41,6 +44,7 @@ impl<'a> Survey<'a> {
         let names = Names::new(IndexerNames::default());
         let mut survey = Self {
             table: HashMap::new(),
+            parts: HashMap::new(),
             unplaced: Vec::new(),
             experts: ExpertSurvey::new(config),
             unknown_language: Vec::new(),
@@ -65,7 +69,7 @@ impl<'a> Survey<'a> {
                     survey.table.insert(TensorId::layer(layer, entry.role), tensor);
                 } else if is_cache_scale(suffix) {
                     survey.cache_scales += 1;
-                } else {
+                } else if !survey.take_part(&names, config, Some(layer), suffix, tensor) {
                     survey.unplaced.push(Unplaced { layer, suffix, tensor });
                 }
             } else if let Some(entry) = names.by_suffix(config, None, name) {
@@ -73,7 +77,9 @@ impl<'a> Survey<'a> {
             } else if VISION_PREFIXES.iter().any(|prefix| name.starts_with(prefix)) {
                 survey.vision += 1;
             } else if name.starts_with(LANGUAGE_MODEL) {
-                survey.unknown_language.push(name);
+                if !survey.take_part(&names, config, None, name, tensor) {
+                    survey.unknown_language.push(name);
+                }
             } else {
                 survey.unknown += 1;
                 if survey.unknown_named.len() < NAMED {
@@ -82,6 +88,29 @@ impl<'a> Survey<'a> {
             }
         }
         survey
+    }
+
+    /// Takes a tensor that belongs to a tensor of the table stored quantized, or says that it does not.
+    fn take_part(
+        &mut self,
+        names: &Names,
+        config: &ModelConfig,
+        layer: Option<usize>,
+        suffix: &str,
+        tensor: TensorInfo<'a>,
+    ) -> bool {
+        let of = |module: &str| names.by_suffix(config, layer, &format!("{module}.weight"));
+        if let Some((module, part)) = split_part(suffix)
+            && let Some(entry) = of(module)
+        {
+            let id = TensorId { layer, role: entry.role };
+            self.parts.entry(id).or_default().set(part, tensor);
+            return true;
+        }
+        let activation = suffix.rsplit_once('.').filter(|(_, part)| is_activation_scale(part));
+        let found = activation.is_some_and(|(module, _)| of(module).is_some());
+        self.activation_scales += usize::from(found);
+        found
     }
 }
 

@@ -6,12 +6,14 @@ use std::collections::HashMap;
 use bytes::Bytes;
 use safetensors::Dtype;
 
-use crate::config::{ConfigFile, MAX_WIDTH, lists_routed_experts};
+use crate::config::{ConfigFile, MAX_WIDTH, ModulePattern};
 use crate::error::{Error, TensorErrors, TensorProblem, describe};
 use crate::experts::{Experts, matrix_name};
 use crate::gate;
 use crate::identity::{hash_sample, hash_tensor};
 use crate::indexer::{self, IndexerResolution, ResolvedBy, Unplaced};
+use crate::linear::{self, StoredLinear, split_part};
+use crate::linear_config;
 use crate::names::{Extent, IndexerNames, Names, TableEntry};
 use crate::shards::{Shards, TensorInfo};
 use crate::survey::Survey;
@@ -26,6 +28,8 @@ pub(crate) struct Checked {
     pub(crate) names: Names,
     pub(crate) indexer: Option<IndexerResolution>,
     pub(crate) experts: Experts,
+    /// Matrices that are stored quantized.
+    pub(crate) linears: HashMap<TensorId, StoredLinear>,
     pub(crate) warnings: Vec<Warning>,
     pub(crate) table_bytes: u64,
     /// Hash of the small tensors, which were all read, and of samples of the others.
@@ -39,6 +43,7 @@ pub(crate) fn check(
     shards: &Shards,
 ) -> Result<Checked, Error> {
     let mut survey = Survey::new(&file, shards);
+    check_indexer_is_plain(requested, &survey.unplaced)?;
     let (tensors, resolution) =
         indexer::resolve(&file.model, file.dsa.as_ref(), requested, &survey.unplaced, shards)?;
     let variant = gate::decide(&file.markers, &tensors)?;
@@ -46,6 +51,7 @@ pub(crate) fn check(
     let mut warnings = config_warnings(&file);
     let mut errors = std::mem::take(&mut survey.errors);
     let mut table = survey.table;
+    let parts = survey.parts;
     let mut config = file.model;
     let names = Names::new(resolution.names.clone());
     let mut indexer = None;
@@ -60,22 +66,43 @@ pub(crate) fn check(
         indexer = Some(resolution);
     }
 
-    let table_bytes = table.values().map(TensorInfo::byte_len).sum();
+    let part_bytes = parts.values().flat_map(linear::Parts::iter).map(|t| t.byte_len());
+    let table_bytes = table.values().map(TensorInfo::byte_len).chain(part_bytes).sum();
     let mut narrower = Vec::new();
     let mut values = blake3::Hasher::new();
+    let mut linears = HashMap::new();
     for (id, entry) in Names::tensors(&config) {
-        match table.get(&id) {
-            Some(tensor) => match check_entry(entry, &config, tensor, shards, &mut errors, &mut narrower)? {
-                Entry::Small(bytes) => hash_tensor(&mut values, tensor, &bytes),
-                Entry::Large => hash_sample(&mut values, tensor, shards)?,
-                Entry::Bad => {}
-            },
-            None => errors.push(|| TensorProblem::Missing {
-                name: names.name(entry, id.layer),
-                expected: format!("{} {}", entry.release, entry.extent(&config)),
-            }),
+        let (tensor, parts) = (table.get(&id), parts.get(&id));
+        let quantized = parts.is_some();
+        if quantized && !entry.role.may_be_quantized() {
+            for part in parts.into_iter().flat_map(linear::Parts::iter) {
+                errors.push(|| TensorProblem::NeverQuantized { name: part.name.to_owned() });
+            }
+        } else if let Extent::Matrix(rows, cols) = entry.extent(&config)
+            && quantized
+        {
+            let module = names.module(entry, id.layer);
+            let parts = parts.copied().unwrap_or_default();
+            let stored =
+                linear::find(&module, (rows, cols), tensor, &parts, shards, &mut errors, &mut values)?;
+            linears.extend(stored.map(|stored| (id, stored)));
+        } else {
+            match tensor {
+                Some(tensor) => {
+                    match check_entry(entry, &config, tensor, shards, &mut errors, &mut narrower)? {
+                        Entry::Small(bytes) => hash_tensor(&mut values, tensor, &bytes),
+                        Entry::Large => hash_sample(&mut values, tensor, shards)?,
+                        Entry::Bad => {}
+                    }
+                }
+                None => errors.push(|| TensorProblem::Missing {
+                    name: names.name(entry, id.layer),
+                    expected: format!("{} {}", entry.release, entry.extent(&config)),
+                }),
+            }
         }
     }
+    linear_config::compare(&file.quantization, &config, &names, &linears, &mut errors, &mut warnings);
     let unknown = unplaced.iter().map(|u| u.tensor.name).chain(survey.unknown_language.iter().copied());
     for name in unknown {
         errors.push(|| TensorProblem::Unknown { name: name.to_owned() });
@@ -99,7 +126,7 @@ pub(crate) fn check(
         warnings.push(Warning::ScatteredExperts(experts.scattered()));
     }
     let values = values.finalize();
-    Ok(Checked { config, variant, names, indexer, experts, warnings, table_bytes, values })
+    Ok(Checked { config, variant, names, indexer, experts, linears, warnings, table_bytes, values })
 }
 
 fn config_warnings(file: &ConfigFile) -> Vec<Warning> {
@@ -114,7 +141,7 @@ fn config_warnings(file: &ConfigFile) -> Vec<Warning> {
     if layer < file.model.num_hidden_layers() {
         let module = matrix_name(layer, 0, 0);
         for entry in &file.quantization.ignore {
-            match lists_routed_experts(entry, &module) {
+            match ModulePattern::new(entry).and_then(|mut pattern| pattern.speaks_of_experts(&module)) {
                 Ok(false) => {}
                 Ok(true) => {
                     let tensor = format!("{module}.weight_scale");
@@ -125,6 +152,24 @@ fn config_warnings(file: &ConfigFile) -> Vec<Warning> {
         }
     }
     warnings
+}
+
+/// Refuses a quantized indexer before its tensors are looked for: they would seem to be missing.
+fn check_indexer_is_plain(
+    requested: Option<&IndexerNames>,
+    unplaced: &[Unplaced<'_>],
+) -> Result<(), TensorErrors> {
+    let names = requested.cloned().unwrap_or_default();
+    let all = names.all();
+    let mut errors = TensorErrors::default();
+    for u in unplaced {
+        let module = split_part(u.suffix).map(|(module, _)| module);
+        let whole = |name: &str| name.strip_suffix(".weight").is_some_and(|m| Some(m) == module);
+        if all.iter().any(|(_, name)| whole(name)) {
+            errors.push(|| TensorProblem::NeverQuantized { name: u.tensor.name.to_owned() });
+        }
+    }
+    if errors.total == 0 { Ok(()) } else { Err(errors) }
 }
 
 /// Takes the indexer tensors out of `unplaced`.

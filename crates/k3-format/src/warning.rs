@@ -19,9 +19,18 @@ pub enum Warning {
         /// The entry of the ignore list.
         entry: String,
     },
-    /// A pattern of the list of modules that are not quantized cannot be judged. The tensors decide anyway.
+    /// The config names modules as quantized whose tensors are not. The tensors decide.
+    ListedModulesAreNotQuantized {
+        /// How many.
+        count: usize,
+        /// A tensor of the first of them.
+        tensor: String,
+        /// The entry that names it.
+        entry: String,
+    },
+    /// A pattern of modules in the config cannot be judged. The tensors decide anyway.
     IgnorePattern {
-        /// The entry of the ignore list.
+        /// The entry of the list.
         entry: String,
         /// Why not.
         why: String,
@@ -62,10 +71,14 @@ impl fmt::Display for Warning {
             Self::IgnoredModuleIsQuantized { tensor, entry } => {
                 write!(f, "{tensor} is quantized although the config lists {entry:?} as not quantized")
             }
+            Self::ListedModulesAreNotQuantized { count, tensor, entry } => write!(
+                f,
+                "{count} matrices are not quantized although the config says so, {tensor} by {entry}"
+            ),
             Self::IgnorePattern { entry, why } => write!(
                 f,
-                "the config lists {entry:?} as not quantized, which is no pattern that can be judged ({why}); the \
-                 tensors decide what is quantized"
+                "the config lists modules as {entry:?}, which is no pattern that can be judged ({why}); the tensors \
+                 decide what is quantized"
             ),
             Self::NarrowerThanRelease(names) => {
                 write!(f, "{} tensors are BF16 where the release has F32: {}", names.len(), names.join(", "))

@@ -56,6 +56,16 @@ pub struct ShardWriter {
     /// Its bytes so far.
     written: u64,
     len: u64,
+    hasher: Option<blake3::Hasher>,
+}
+
+/// What became of a shard that was written with [`ShardWriter::create_hashed`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Written {
+    /// Bytes of the file.
+    pub(crate) len: u64,
+    /// BLAKE3 of the file.
+    pub(crate) hash: [u8; 32],
 }
 
 impl ShardWriter {
@@ -71,6 +81,32 @@ impl ShardWriter {
         align: u64,
         tensors: &[TensorSpec],
         metadata: Option<&BTreeMap<String, String>>,
+    ) -> Result<Self, ShardError> {
+        Self::create_with(path, align, tensors, metadata, None)
+    }
+
+    /// The same, for [`ShardWriter::finish_hashed`]: a hash of the file is computed on the way, and room for the file
+    /// is reserved at once. With `direct`, bytes go past the page cache.
+    ///
+    /// # Errors
+    ///
+    /// As [`ShardWriter::create`].
+    pub(crate) fn create_hashed(
+        path: &Path,
+        align: u64,
+        tensors: &[TensorSpec],
+        metadata: Option<&BTreeMap<String, String>>,
+        direct: bool,
+    ) -> Result<Self, ShardError> {
+        Self::create_with(path, align, tensors, metadata, Some(direct))
+    }
+
+    fn create_with(
+        path: &Path,
+        align: u64,
+        tensors: &[TensorSpec],
+        metadata: Option<&BTreeMap<String, String>>,
+        hashed: Option<bool>,
     ) -> Result<Self, ShardError> {
         let declared = |problem| ShardError::Declared { path: path.to_owned(), problem };
         let unwritable = |message| ShardError::Unwritable { path: path.to_owned(), message };
@@ -92,10 +128,22 @@ impl ShardWriter {
         let Some(len) = data_start.checked_add(header.data_len) else {
             return Err(unwritable("it would have more than 2^64 bytes".to_owned()));
         };
-        let mut file = NewFile::create(path)?;
-        file.write(&(json.len() as u64).to_le_bytes())?;
-        file.write(json.as_bytes())?;
-        Ok(Self { file, tensors: sizes, current: 0, written: 0, len })
+        let file = NewFile::create_with(path, hashed == Some(true))?;
+        if hashed.is_some() {
+            file.reserve(len)?;
+        }
+        let hasher = hashed.map(|_| blake3::Hasher::new());
+        let mut writer = Self { file, tensors: sizes, current: 0, written: 0, len, hasher };
+        writer.put(&(json.len() as u64).to_le_bytes())?;
+        writer.put(json.as_bytes())?;
+        Ok(writer)
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<(), ShardError> {
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(bytes);
+        }
+        self.file.write(bytes)
     }
 
     /// Writes the next tensor whole.
@@ -109,7 +157,7 @@ impl ShardWriter {
         if self.written + bytes.len() as u64 != self.tensors[self.current].1 || self.written != 0 {
             return Err(self.wrong_length(bytes.len() as u64));
         }
-        self.file.write(bytes)?;
+        self.put(bytes)?;
         self.current += 1;
         Ok(())
     }
@@ -131,13 +179,35 @@ impl ShardWriter {
         if more > size - self.written {
             return Err(self.wrong_length(more));
         }
-        self.file.write(bytes)?;
+        self.put(bytes)?;
+        self.advance(more);
+        Ok(())
+    }
+
+    /// Writes the next bytes, of however many tensors.
+    ///
+    /// # Errors
+    ///
+    /// [`ShardError::WriteBeyondEnd`] if `bytes` reach beyond the end of the last tensor, [`ShardError::Io`].
+    pub(crate) fn write_run(&mut self, bytes: &[u8]) -> Result<(), ShardError> {
+        let mut rest = bytes.len() as u64;
+        while rest > 0 {
+            self.skip_empty();
+            self.check_room(bytes)?;
+            let more = rest.min(self.tensors[self.current].1 - self.written);
+            self.advance(more);
+            rest -= more;
+        }
+        self.put(bytes)
+    }
+
+    fn advance(&mut self, more: u64) {
+        let size = self.tensors[self.current].1;
         self.written += more;
         if self.written == size {
             self.current += 1;
             self.written = 0;
         }
-        Ok(())
     }
 
     /// Completes the shard: all bytes are brought to the disk, then it gets its final name. Returns its length
@@ -146,13 +216,23 @@ impl ShardWriter {
     /// # Errors
     ///
     /// [`ShardError::WriteLength`] if a tensor is not whole, [`ShardError::Io`].
-    pub fn finish(mut self) -> Result<u64, ShardError> {
+    pub fn finish(self) -> Result<u64, ShardError> {
+        Ok(self.finish_hashed()?.len)
+    }
+
+    /// The same, with the hash of the file; zeros if it was not made with [`ShardWriter::create_hashed`].
+    ///
+    /// # Errors
+    ///
+    /// As [`ShardWriter::finish`].
+    pub(crate) fn finish_hashed(mut self) -> Result<Written, ShardError> {
         self.skip_empty();
         if self.current < self.tensors.len() {
             return Err(self.wrong_length(0));
         }
         self.file.commit()?;
-        Ok(self.len)
+        let hash = self.hasher.map_or([0; 32], |hasher| hasher.finalize().into());
+        Ok(Written { len: self.len, hash })
     }
 
     fn skip_empty(&mut self) {

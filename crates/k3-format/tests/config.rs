@@ -425,6 +425,9 @@ fn both_nvfp4_conventions_are_read() {
     let mut json = parse(K31);
     let q = "text_config.quantization_config";
     set(&mut json, &format!("{q}.format"), json!("nvfp4-pack-quantized"));
+    let group = format!("{q}.config_groups.group_0.format");
+    assert_eq!(fields(&refused(&json, "two formats")), [group.clone()]);
+    set(&mut json, &group, json!("nvfp4-pack-quantized"));
     assert_eq!(
         fields(&refused(&json, "group 32")),
         [format!("{q}.config_groups.group_0.weights.group_size")]
@@ -457,6 +460,42 @@ fn both_nvfp4_conventions_are_read() {
     assert_eq!(fields(&refused(&model_opt(json!({})), "no layers")), [path]);
     let fp8 = model_opt(json!({"model.layers.1.mlp.experts": {"quant_algo": "FP8"}}));
     assert_eq!(fields(&refused(&fp8, "FP8")), [format!("{path}.model.layers.1.mlp.experts")]);
+}
+
+#[test]
+fn groups_of_several_formats_are_mixed_precision() {
+    let q = "text_config.quantization_config";
+    let groups = format!("{q}.config_groups");
+    let with = |path: &str, value: Value| {
+        let mut json = parse(K31);
+        set(&mut json, &format!("{q}.format"), json!("mixed-precision"));
+        let weights = json!({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": true});
+        let group = json!({"format": "int-quantized", "targets": ["re:.*mlp.*"], "weights": weights});
+        set(&mut json, &format!("{groups}.group_1"), group);
+        set(&mut json, path, value);
+        json
+    };
+    let read = good(&with("text_config.unused", json!(null))).quantization;
+    assert_eq!((read.format, read.groups.len()), (ExpertFormat::Mxfp4, 2));
+    assert!(read.entry.contains("group_0.format"), "{}", read.entry);
+    assert_eq!(read.groups[1].targets, ["re:.*mlp.*"]);
+    // A group that names the experts goes before that of all.
+    let named = with(&format!("{groups}.group_1.targets"), json!(["re:.*experts\\..*"]));
+    assert_eq!(fields(&refused(&named, "INT8 experts")), [format!("{groups}.group_0")]);
+    for (path, value, field) in [
+        ("group_0.format", json!("int-quantized"), "group_0.weights.num_bits"),
+        ("group_0.format", json!("naive-quantized"), "group_0.format"),
+        ("group_0.format", json!(null), "group_0.format"),
+        ("group_1.weights.num_bits", json!(4), "group_1.weights.num_bits"),
+        ("group_1.weights.strategy", json!("group"), "group_1.weights.strategy"),
+        ("group_1.weights.symmetric", json!(false), "group_1.weights.symmetric"),
+        ("group_1.weights", json!(null), "group_1.weights"),
+        ("group_1.targets", json!("Linear"), "group_1.targets"),
+    ] {
+        let error = refused(&with(&format!("{groups}.{path}"), value), path);
+        let field = format!("{groups}.{field}");
+        assert!(fields(&error).contains(&field.as_str()), "{path}: {error}");
+    }
 }
 
 #[test]

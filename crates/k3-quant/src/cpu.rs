@@ -12,13 +12,21 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod loops;
+mod plain;
 
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use half::bf16;
+use crate::{INT4_GROUP, Matrix, Row, WeightFormat};
 
-use crate::{E2M1, E8M0, Matrix, Row, WeightFormat};
+#[cfg(target_arch = "x86_64")]
+use loops::{Avx2, Avx512};
+use loops::{Loops, Portable};
+#[doc(hidden)]
+pub use plain::kernel_code_value;
+pub use plain::{dot_f32, square_sum};
+use plain::{dot_bf16, fp8_value, scale_value, widen};
 
 /// Width of one row of partial sums.
 const LANES: usize = 16;
@@ -50,8 +58,8 @@ enum Layout {
 impl Layout {
     fn of(format: WeightFormat) -> Self {
         match format {
-            WeightFormat::F32 | WeightFormat::Bf16 => Self::Natural,
-            WeightFormat::Mxfp4 | WeightFormat::Nvfp4 => Self::EvenOdd,
+            WeightFormat::F32 | WeightFormat::Bf16 | WeightFormat::Int8 => Self::Natural,
+            WeightFormat::Mxfp4 | WeightFormat::Nvfp4 | WeightFormat::Int4 => Self::EvenOdd,
         }
     }
 }
@@ -190,116 +198,26 @@ fn matmul_rows_avx512(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut
     matmul_rows_body::<Avx512>(w, rows, x, out);
 }
 
-/// The inner loops of one instruction set. All give the same bits.
-trait Loops {
-    fn dot_f32(w: &[f32], x: &[f32]) -> f32;
-    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32;
-    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32;
-    fn decode_codes(packed: &[u8], values: &mut [f32]);
-}
-
-/// The plain loops, compiled for an instruction set. Each is a function of its own: inlined into the large one around
-/// them, compilers do not turn them into vector code.
-macro_rules! compiled_loops {
-    ($module:ident $(, $attribute:meta)?) => {
-        mod $module {
-            use crate::E8M0;
-
-            $(#[$attribute])?
-            #[inline(never)]
-            pub(super) fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
-                super::dot_f32(w, x)
-            }
-            $(#[$attribute])?
-            #[inline(never)]
-            pub(super) fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
-                super::dot_blocks(codes, scales, x)
-            }
-            $(#[$attribute])?
-            #[inline(never)]
-            pub(super) fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
-                super::dot_mxfp4(packed, scale, x)
-            }
-            $(#[$attribute])?
-            #[inline(never)]
-            pub(super) fn decode_codes(packed: &[u8], values: &mut [f32]) {
-                super::decode_codes(packed, values);
-            }
-        }
-    };
-}
-
-compiled_loops!(portable);
-#[cfg(target_arch = "x86_64")]
-compiled_loops!(avx2, target_feature(enable = "avx2"));
-
-struct Portable;
-
-impl Loops for Portable {
-    fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
-        portable::dot_f32(w, x)
-    }
-    fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
-        portable::dot_blocks(codes, scales, x)
-    }
-    fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
-        portable::dot_mxfp4(packed, scale, x)
-    }
-    fn decode_codes(packed: &[u8], values: &mut [f32]) {
-        portable::decode_codes(packed, values);
-    }
-}
-
-/// Loops that need an instruction set. Only the function of that set above names the type, so whoever calls has it.
-#[cfg(target_arch = "x86_64")]
-macro_rules! loops_of {
-    ($type:ident, $module:ident) => {
-        struct $type;
-
-        impl Loops for $type {
-            #[inline(always)]
-            fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
-                // SAFETY: called under the function that is compiled for this instruction set, where it was found.
-                unsafe { $module::dot_f32(w, x) }
-            }
-            #[inline(always)]
-            fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
-                // SAFETY: as above.
-                unsafe { $module::dot_blocks(codes, scales, x) }
-            }
-            #[inline(always)]
-            fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
-                // SAFETY: as above.
-                unsafe { $module::dot_mxfp4(packed, scale, x) }
-            }
-            #[inline(always)]
-            fn decode_codes(packed: &[u8], values: &mut [f32]) {
-                // SAFETY: as above.
-                unsafe { $module::decode_codes(packed, values) }
-            }
-        }
-    };
-}
-
-#[cfg(target_arch = "x86_64")]
-loops_of!(Avx2, avx2);
-#[cfg(target_arch = "x86_64")]
-loops_of!(Avx512, avx512);
-
 #[inline(always)]
 fn matmul_rows_body<L: Loops>(w: &Matrix, rows: Range<usize>, x: &Activations, out: &mut [f32]) {
     let n = x.n;
     if n == 0 {
         return;
     }
-    if n == 1 && matches!(w.format(), WeightFormat::Bf16 | WeightFormat::Mxfp4) {
+    if n == 1 {
         // One row of activations: each weight is used once, so nothing is gained by decoding it to memory first.
+        let x = x.row(0);
         for (r, out) in rows.zip(out) {
-            *out = match w.row(r) {
-                Row::Bf16(row) => dot_bf16(row, x.row(0)),
-                Row::Mxfp4 { packed, scale } => L::dot_mxfp4(packed, scale, x.row(0)),
-                _ => unreachable!("of the two formats just asked for"),
+            let row = w.row(r);
+            let sum = match row {
+                Row::F32(row) => L::dot_f32(row, &x[..row.len()]),
+                Row::Bf16(row) => dot_bf16(row, x),
+                Row::Mxfp4 { packed, scale } => L::dot_mxfp4(packed, scale, x),
+                Row::Nvfp4 { packed, scale, .. } => L::dot_nvfp4(packed, scale, x),
+                Row::Int8 { codes, .. } => L::dot_int8(codes, x),
+                Row::Int4 { packed, scale } => L::dot_int4(packed, scale, x),
             };
+            *out = row_scaled(row, sum);
         }
         return;
     }
@@ -324,9 +242,20 @@ fn matmul_rows_body<L: Loops>(w: &Matrix, rows: Range<usize>, x: &Activations, o
                 };
             }
         }
-        if let Row::Nvfp4 { global, .. } = w.row(first) {
-            out.iter_mut().for_each(|y| *y = global.apply(*y));
+        for (k, out) in out.chunks_exact_mut(n).enumerate() {
+            let row = w.row(first + k);
+            out.iter_mut().for_each(|y| *y = row_scaled(row, *y));
         }
+    }
+}
+
+/// A finished sum times what the whole row has in common.
+#[inline(always)]
+fn row_scaled(row: Row<'_>, sum: f32) -> f32 {
+    match row {
+        Row::Nvfp4 { global, .. } => global.apply(sum),
+        Row::Int8 { scale, .. } => sum * scale,
+        Row::F32(_) | Row::Bf16(_) | Row::Mxfp4 { .. } | Row::Int4 { .. } => sum,
     }
 }
 
@@ -345,213 +274,16 @@ fn decode<L: Loops>(row: Row<'_>, values: &mut [f32], scales: &mut [[f32; 2]]) {
             L::decode_codes(packed, values);
             for (s, e) in scales.iter_mut().zip(scale.chunks(2)) {
                 // A last half step has no second block; its codes are zero.
-                *s = [e[0].to_f32(), e.get(1).map_or(0.0, |e| e.to_f32())];
+                *s = [fp8_value(e[0]), e.get(1).map_or(0.0, |e| fp8_value(*e))];
+            }
+        }
+        Row::Int8 { codes, .. } => values.iter_mut().zip(codes).for_each(|(v, c)| *v = f32::from(*c)),
+        Row::Int4 { packed, scale } => {
+            L::decode_ints(packed, values);
+            for (i, s) in scales.iter_mut().enumerate() {
+                *s = [scale.get(i / (INT4_GROUP / STEP)); 2];
             }
         }
     }
 }
 
-#[inline(always)]
-fn decode_codes(packed: &[u8], values: &mut [f32]) {
-    let (bytes, rest) = packed.as_chunks::<LANES>();
-    let (steps, last) = values.as_chunks_mut::<STEP>();
-    debug_assert!(last.is_empty());
-    for (values, bytes) in steps.iter_mut().zip(bytes) {
-        for j in 0..LANES {
-            values[j] = code_value(bytes[j]);
-            values[LANES + j] = code_value(bytes[j] >> 4);
-        }
-    }
-    decode_half_step(rest, steps.get_mut(bytes.len()));
-}
-
-/// NVFP4 rows may end in half a step; its other half stays zero.
-#[inline(always)]
-fn decode_half_step(packed: &[u8], values: Option<&mut [f32; STEP]>) {
-    if let Some(values) = values {
-        for (j, &byte) in packed.iter().enumerate() {
-            values[j] = code_value(byte);
-            values[LANES + j] = code_value(byte >> 4);
-        }
-    }
-}
-
-/// [`E2M1::to_f32`] of a low nibble without a table, so that compilers turn it into vector code. Exponent and mantissa
-/// bits move to their place in an f32, rebiased; the two codes below 1 (0 and 0.5) are no normal numbers in E2M1 and
-/// come from an integer. No step passes through an f32 subnormal: a host thread that flushes those to zero gets the same
-/// values.
-#[inline(always)]
-fn code_value(byte: u8) -> f32 {
-    /// What E2M1's exponent field lacks to f32's.
-    const REBIAS: u32 = 126 << 23;
-    let code = u32::from(byte);
-    let magnitude = code & 7;
-    let small = magnitude as f32 * 0.5;
-    let bits = if magnitude < 2 { small.to_bits() } else { (magnitude << 22) + REBIAS };
-    f32::from_bits(bits | ((code & 8) << 28))
-}
-
-/// The value of a bf16. Unlike `bf16::to_f32` it does not quiet NaNs, and so compiles to a shift.
-#[inline(always)]
-fn widen(w: bf16) -> f32 {
-    f32::from_bits(u32::from(w.to_bits()) << 16)
-}
-
-#[inline(always)]
-fn dot_bf16(w: &[bf16], x: &[f32]) -> f32 {
-    let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
-    let (steps, rest) = w.as_chunks::<STEP>();
-    let (x_steps, x_rest) = x[..w.len()].as_chunks::<STEP>();
-    for (w, x) in steps.iter().zip(x_steps) {
-        for j in 0..LANES {
-            low[j] += widen(w[j]) * x[j];
-            high[j] += widen(w[LANES + j]) * x[LANES + j];
-        }
-    }
-    for (j, (w, x)) in rest.iter().zip(x_rest).enumerate() {
-        let lane = if j < LANES { &mut low[j] } else { &mut high[j - LANES] };
-        *lane += widen(*w) * x;
-    }
-    tree_sum(low, high)
-}
-
-/// A dot product in the fixed reduction shape of this module; also for products of activations.
-#[inline(always)]
-pub fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
-    debug_assert_eq!(w.len(), x.len());
-    let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
-    let (steps, rest) = w.as_chunks::<STEP>();
-    let (x_steps, x_rest) = x.as_chunks::<STEP>();
-    for (w, x) in steps.iter().zip(x_steps) {
-        for j in 0..LANES {
-            low[j] += w[j] * x[j];
-            high[j] += w[LANES + j] * x[LANES + j];
-        }
-    }
-    add_rest(&mut low, &mut high, rest, x_rest);
-    tree_sum(low, high)
-}
-
-/// The columns after the last whole step.
-#[inline(always)]
-fn add_rest(low: &mut [f32; LANES], high: &mut [f32; LANES], w: &[f32], x: &[f32]) {
-    for (j, (w, x)) in w.iter().zip(x).enumerate() {
-        let lane = if j < LANES { &mut low[j] } else { &mut high[j - LANES] };
-        *lane += w * x;
-    }
-}
-
-/// The sum of squares in f64, where no f32 overflows, in the fixed reduction shape of this module.
-pub fn square_sum(x: &[f32]) -> f64 {
-    let mut sums = [0.0_f64; LANES];
-    let (steps, rest) = x.as_chunks::<LANES>();
-    for x in steps {
-        for j in 0..LANES {
-            sums[j] += f64::from(x[j]) * f64::from(x[j]);
-        }
-    }
-    for (sum, x) in sums.iter_mut().zip(rest) {
-        *sum += f64::from(*x) * f64::from(*x);
-    }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for j in 0..width {
-            sums[j] += sums[j + width];
-        }
-        width /= 2;
-    }
-    sums[0]
-}
-
-#[inline(always)]
-fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
-    let (mut even, mut odd) = ([0.0; LANES], [0.0; LANES]);
-    let (codes, _) = codes.as_chunks::<STEP>();
-    let (x, _) = x.as_chunks::<STEP>();
-    let (code_pairs, code_last) = codes.as_chunks::<2>();
-    let (x_pairs, x_last) = x.as_chunks::<2>();
-    let (scale_pairs, scale_last) = scales.as_chunks::<2>();
-    for ((c, x), s) in code_pairs.iter().zip(x_pairs).zip(scale_pairs) {
-        add_step(&mut even, &c[0], s[0], &x[0]);
-        add_step(&mut odd, &c[1], s[1], &x[1]);
-    }
-    if let ([c], [x], [s]) = (code_last, x_last, scale_last) {
-        add_step(&mut even, c, *s, x);
-    }
-    tree_sum(even, odd)
-}
-
-/// [`dot_blocks`] of an MXFP4 row that is decoded on the way.
-#[inline(always)]
-fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
-    let (mut even, mut odd) = ([0.0; LANES], [0.0; LANES]);
-    let (bytes, _) = packed.as_chunks::<LANES>();
-    let (x, _) = x.as_chunks::<STEP>();
-    let (byte_pairs, byte_last) = bytes.as_chunks::<2>();
-    let (x_pairs, x_last) = x.as_chunks::<2>();
-    let (scale_pairs, scale_last) = scale.as_chunks::<2>();
-    for ((bytes, x), s) in byte_pairs.iter().zip(x_pairs).zip(scale_pairs) {
-        add_mxfp4(&mut even, &bytes[0], s[0], &x[0]);
-        add_mxfp4(&mut odd, &bytes[1], s[1], &x[1]);
-    }
-    if let ([bytes], [x], [s]) = (byte_last, x_last, scale_last) {
-        add_mxfp4(&mut even, bytes, *s, x);
-    }
-    tree_sum(even, odd)
-}
-
-#[inline(always)]
-fn add_mxfp4(sum: &mut [f32; LANES], bytes: &[u8; LANES], scale: E8M0, x: &[f32; STEP]) {
-    let mut codes = [0.0; STEP];
-    for j in 0..LANES {
-        codes[j] = code_value(bytes[j]);
-        codes[LANES + j] = code_value(bytes[j] >> 4);
-    }
-    add_step(sum, &codes, [scale_value(scale); 2], x);
-}
-
-/// [`E8M0::to_f32`] from a table.
-#[inline(always)]
-fn scale_value(scale: E8M0) -> f32 {
-    static VALUES: [f32; 256] = {
-        let mut values = [0.0; 256];
-        let mut byte = 0;
-        while byte < 256 {
-            values[byte] = E8M0(byte as u8).to_f32();
-            byte += 1;
-        }
-        values
-    };
-    VALUES[usize::from(scale.0)]
-}
-
-/// One step of a block format: lanes 0..8 have the first scale, lanes 8..16 the second.
-#[inline(always)]
-fn add_step(sum: &mut [f32; LANES], c: &[f32; STEP], scale: [f32; 2], x: &[f32; STEP]) {
-    for (half, s) in scale.into_iter().enumerate() {
-        for j in half * LANES / 2..(half + 1) * LANES / 2 {
-            sum[j] += s * (c[j] * x[j] + c[LANES + j] * x[LANES + j]);
-        }
-    }
-}
-
-#[inline(always)]
-fn tree_sum(mut low: [f32; LANES], high: [f32; LANES]) -> f32 {
-    for j in 0..LANES {
-        low[j] += high[j];
-    }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for j in 0..width {
-            low[j] += low[j + width];
-        }
-        width /= 2;
-    }
-    low[0]
-}
-
-/// The value of a code by the arithmetic that the kernels use, for tests against [`E2M1::VALUES`].
-#[doc(hidden)]
-pub fn kernel_code_value(code: E2M1) -> f32 {
-    code_value(code.0)
-}

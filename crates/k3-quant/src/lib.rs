@@ -9,19 +9,25 @@
 //! * [`mod@reference`]: the plain loops that everything else is tested against.
 //! * [`cpu`]: the fast host kernels. One reduction shape per format, the same bits at any batch size, thread
 //!   count and instruction set.
+//! * [`encode`]: bf16 rows to NVFP4, INT8 and INT4.
 //!
-//! This crate knows no file, no tensor name and no model. Formats: `docs/checkpoint.md` 6, `docs/nvfp4.md`.
+//! This crate knows no file, no tensor name and no model. Formats: `docs/checkpoint.md` 6, `docs/nvfp4.md`, `docs/dense-formats.md`.
 
 #[cfg(target_endian = "big")]
 compile_error!("checkpoints are little-endian and are read in place; big-endian targets are not supported");
 
 pub mod cpu;
+pub mod encode;
 mod matrix;
 pub mod reference;
 mod scalar;
+mod scales;
 
 pub use matrix::{Matrix, MatrixData, MatrixError, Row, WeightFormat};
-pub use scalar::{E2M1, E4M3, E8M0, GlobalScale, MX_BLOCK, NV_BLOCK, ScaleDivisor, ScaleFactor};
+pub use scalar::{
+    E2M1, E4M3, E8M0, GlobalScale, INT4_GROUP, MX_BLOCK, NV_BLOCK, ScaleDivisor, ScaleFactor, int4_value,
+};
+pub use scales::{ScaleRow, Scales};
 
 pub use bytes::Bytes;
 pub use half::bf16;

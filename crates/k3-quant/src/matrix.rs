@@ -5,7 +5,7 @@ use std::fmt;
 use bytes::Bytes;
 use half::bf16;
 
-use crate::{E2M1, E4M3, E8M0, GlobalScale, MX_BLOCK, NV_BLOCK};
+use crate::{E2M1, E4M3, E8M0, GlobalScale, INT4_GROUP, MX_BLOCK, NV_BLOCK, ScaleRow, Scales, int4_value};
 
 /// How the elements of a [`Matrix`] are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,6 +19,22 @@ pub enum WeightFormat {
     Mxfp4,
     /// E2M1 with one E4M3 scale per 16 columns and one f32 per matrix.
     Nvfp4,
+    /// 8-bit integers with one scale per row.
+    Int8,
+    /// 4-bit integers with one scale per 64 columns.
+    Int4,
+}
+
+impl WeightFormat {
+    /// Columns that share a scale, of which a row has a whole number; 1 for formats without such a limit.
+    pub fn column_block(self) -> usize {
+        match self {
+            Self::F32 | Self::Bf16 | Self::Int8 => 1,
+            Self::Mxfp4 => MX_BLOCK,
+            Self::Nvfp4 => NV_BLOCK,
+            Self::Int4 => INT4_GROUP,
+        }
+    }
 }
 
 impl fmt::Display for WeightFormat {
@@ -28,6 +44,8 @@ impl fmt::Display for WeightFormat {
             Self::Bf16 => "BF16",
             Self::Mxfp4 => "MXFP4",
             Self::Nvfp4 => "NVFP4",
+            Self::Int8 => "INT8",
+            Self::Int4 => "INT4",
         })
     }
 }
@@ -88,6 +106,20 @@ pub enum MatrixData {
         /// One per matrix.
         global: GlobalScale,
     },
+    /// Two's complement.
+    Int8 {
+        /// `[rows, cols]`
+        codes: Bytes,
+        /// `[rows]`
+        scale: Scales,
+    },
+    /// Low nibble = even column; a nibble stands for its value less 8.
+    Int4 {
+        /// `[rows, cols / 2]`
+        packed: Bytes,
+        /// `[rows, cols / 64]`
+        scale: Scales,
+    },
 }
 
 /// A weight matrix `W [rows, cols]` = `[out, in]`, row-major, as in `y = W x`.
@@ -133,7 +165,7 @@ impl Matrix {
 
     /// An MXFP4 matrix from its two tensors.
     pub fn mxfp4(rows: usize, cols: usize, packed: Bytes, scale: Bytes) -> Result<Self, MatrixError> {
-        check_blocks(WeightFormat::Mxfp4, MX_BLOCK, rows, cols, &packed, &scale)?;
+        check_blocks(WeightFormat::Mxfp4, 1, rows, cols, &packed, &scale)?;
         Ok(Self { rows, cols, data: MatrixData::Mxfp4 { packed, scale } })
     }
 
@@ -145,8 +177,23 @@ impl Matrix {
         scale: Bytes,
         global: GlobalScale,
     ) -> Result<Self, MatrixError> {
-        check_blocks(WeightFormat::Nvfp4, NV_BLOCK, rows, cols, &packed, &scale)?;
+        check_blocks(WeightFormat::Nvfp4, 1, rows, cols, &packed, &scale)?;
         Ok(Self { rows, cols, data: MatrixData::Nvfp4 { packed, scale, global } })
+    }
+
+    /// An INT8 matrix from its two tensors.
+    pub fn int8(rows: usize, cols: usize, codes: Bytes, scale: Scales) -> Result<Self, MatrixError> {
+        let format = WeightFormat::Int8;
+        check("the codes", format, rows, cols, rows.checked_mul(cols), &codes)?;
+        check("the scale tensor", format, rows, cols, rows.checked_mul(scale.width()), scale.bytes())?;
+        Ok(Self { rows, cols, data: MatrixData::Int8 { codes, scale: scale.aligned() } })
+    }
+
+    /// An INT4 matrix from its two tensors.
+    pub fn int4(rows: usize, cols: usize, packed: Bytes, scale: Scales) -> Result<Self, MatrixError> {
+        let width = scale.width();
+        check_blocks(WeightFormat::Int4, width, rows, cols, &packed, scale.bytes())?;
+        Ok(Self { rows, cols, data: MatrixData::Int4 { packed, scale: scale.aligned() } })
     }
 
     /// Output width.
@@ -168,6 +215,8 @@ impl Matrix {
             MatrixData::Bf16(_) => WeightFormat::Bf16,
             MatrixData::Mxfp4 { .. } => WeightFormat::Mxfp4,
             MatrixData::Nvfp4 { .. } => WeightFormat::Nvfp4,
+            MatrixData::Int8 { .. } => WeightFormat::Int8,
+            MatrixData::Int4 { .. } => WeightFormat::Int4,
         }
     }
 
@@ -182,6 +231,8 @@ impl Matrix {
             MatrixData::F32(b) | MatrixData::Bf16(b) => b.len(),
             MatrixData::Mxfp4 { packed, scale } => packed.len() + scale.len(),
             MatrixData::Nvfp4 { packed, scale, .. } => packed.len() + scale.len() + 4,
+            MatrixData::Int8 { codes, scale } => codes.len() + scale.bytes().len(),
+            MatrixData::Int4 { packed, scale } => packed.len() + scale.bytes().len(),
         }
     }
 
@@ -203,6 +254,14 @@ impl Matrix {
                 packed: slice(packed, r, self.cols / 2),
                 scale: bytemuck::cast_slice(slice(scale, r, self.cols / NV_BLOCK)),
                 global: *global,
+            },
+            MatrixData::Int8 { codes, scale } => Row::Int8 {
+                codes: bytemuck::cast_slice(slice(codes, r, self.cols)),
+                scale: scale.row(r, 1).get(0),
+            },
+            MatrixData::Int4 { packed, scale } => Row::Int4 {
+                packed: slice(packed, r, self.cols / 2),
+                scale: scale.row(r, self.cols / INT4_GROUP),
             },
         }
     }
@@ -231,6 +290,20 @@ pub enum Row<'a> {
         scale: &'a [E4M3],
         /// One per matrix.
         global: GlobalScale,
+    },
+    /// `[cols]`
+    Int8 {
+        /// One a column.
+        codes: &'a [i8],
+        /// One per row.
+        scale: f32,
+    },
+    /// `[cols / 2]`, `[cols / 64]`
+    Int4 {
+        /// Two nibbles a byte, the low one is the even column.
+        packed: &'a [u8],
+        /// One scale per 64 columns.
+        scale: ScaleRow<'a>,
     },
 }
 
@@ -262,11 +335,21 @@ impl Row<'_> {
                     *o = global.apply_f64(v);
                 }
             }
+            Row::Int8 { codes, scale } => {
+                assert_eq!(out.len(), codes.len());
+                out.iter_mut().zip(codes).for_each(|(o, &c)| *o = f64::from(c) * f64::from(scale));
+            }
+            Row::Int4 { packed, scale } => {
+                assert_eq!(out.len(), packed.len() * 2);
+                for (c, o) in out.iter_mut().enumerate() {
+                    *o = f64::from(int4_code(packed, c)) * f64::from(scale.get(c / INT4_GROUP));
+                }
+            }
         }
     }
 
     /// The row's values in f32: exact for every format, but for an NVFP4 matrix whose global scale is no power
-    /// of two, where the last product is rounded once.
+    /// of two and an integer matrix with f32 scales, where the last product is rounded once.
     ///
     /// # Panics
     /// If `out` is not as long as the row.
@@ -289,6 +372,16 @@ impl Row<'_> {
                     *o = global.apply(code(packed, c).to_f32() * scale[c / NV_BLOCK].to_f32());
                 }
             }
+            Row::Int8 { codes, scale } => {
+                assert_eq!(out.len(), codes.len());
+                out.iter_mut().zip(codes).for_each(|(o, &c)| *o = f32::from(c) * scale);
+            }
+            Row::Int4 { packed, scale } => {
+                assert_eq!(out.len(), packed.len() * 2);
+                for (c, o) in out.iter_mut().enumerate() {
+                    *o = int4_code(packed, c) * scale.get(c / INT4_GROUP);
+                }
+            }
         }
     }
 }
@@ -297,6 +390,12 @@ impl Row<'_> {
 #[inline]
 fn code(packed: &[u8], c: usize) -> E2M1 {
     if c.is_multiple_of(2) { E2M1::even(packed[c / 2]) } else { E2M1::odd(packed[c / 2]) }
+}
+
+/// The value of column `c` in a packed row of integers, without its scale.
+#[inline]
+fn int4_code(packed: &[u8], c: usize) -> f32 {
+    int4_value(if c.is_multiple_of(2) { packed[c / 2] } else { packed[c / 2] >> 4 })
 }
 
 #[inline]
@@ -322,21 +421,22 @@ fn check(
 
 fn check_blocks(
     format: WeightFormat,
-    block: usize,
+    scale_width: usize,
     rows: usize,
     cols: usize,
     packed: &Bytes,
     scale: &Bytes,
 ) -> Result<(), MatrixError> {
+    let block = format.column_block();
     if cols == 0 || !cols.is_multiple_of(block) {
         return Err(MatrixError::Columns { format, block, cols });
     }
     check("the packed tensor", format, rows, cols, rows.checked_mul(cols / 2), packed)?;
-    check("the scale tensor", format, rows, cols, rows.checked_mul(cols / block), scale)
+    check("the scale tensor", format, rows, cols, rows.checked_mul(cols / block * scale_width), scale)
 }
 
 /// The same bytes at an address that a `&[T]` may start at.
-fn aligned<T: bytemuck::Pod + Send + Sync>(bytes: Bytes) -> Bytes {
+pub(crate) fn aligned<T: bytemuck::Pod + Send + Sync>(bytes: Bytes) -> Bytes {
     if bytemuck::try_cast_slice::<u8, T>(&bytes).is_ok() {
         return bytes;
     }

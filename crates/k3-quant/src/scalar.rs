@@ -1,4 +1,4 @@
-//! The scalar formats of the 4-bit block formats, and NVFP4's per-matrix scale.
+//! The scalar formats of the block formats, and NVFP4's per-matrix scale.
 
 use bytemuck::{Pod, TransparentWrapper, Zeroable};
 
@@ -6,6 +6,15 @@ use bytemuck::{Pod, TransparentWrapper, Zeroable};
 pub const MX_BLOCK: usize = 32;
 /// Columns that share one [`E4M3`] scale in NVFP4.
 pub const NV_BLOCK: usize = 16;
+/// Columns that share one scale in INT4.
+pub const INT4_GROUP: usize = 64;
+
+/// The value of a nibble of an INT4 matrix, without its scale: compressed-tensors adds 8 when it packs. Only the low
+/// four bits of the byte count.
+#[inline]
+pub const fn int4_value(nibble: u8) -> f32 {
+    (nibble & 0x0f) as f32 - 8.0
+}
 
 /// A 4-bit float: sign, two exponent bits, one mantissa bit. Only the low nibble of the byte counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,9 @@
 //! The scalar formats over all their codes, and MXFP4 against vectors from an independent writer.
 
 use bytes::Bytes;
-use k3_quant::{E2M1, E4M3, E8M0, GlobalScale, Matrix, MatrixError, ScaleDivisor, ScaleFactor, reference};
+use k3_quant::{
+    E2M1, E4M3, E8M0, GlobalScale, Matrix, MatrixError, ScaleDivisor, ScaleFactor, Scales, bf16, int4_value, reference,
+};
 use serde_json::Value;
 
 fn vectors(name: &str) -> Value {
@@ -138,6 +140,35 @@ fn nvfp4_global_scale_conventions_are_inverse() {
     assert_eq!(with(GlobalScale::Factor(ScaleFactor(2f32.powi(-13))))[14], 0.09375);
 }
 
+/// Bytes as compressed-tensors packs and decodes them: 8 is added to an integer, element i of a word is bits 4i.., and
+/// words are little-endian.
+#[test]
+fn int4_is_offset_binary_and_the_low_nibble_the_even_column() {
+    for nibble in 0..16u8 {
+        assert_eq!(int4_value(nibble | 0xa0), f32::from(nibble) - 8.0);
+    }
+    let words: Vec<u8> = (0..8).flat_map(|i| [0x7654_3210u32, 0xfedc_ba98][i % 2].to_le_bytes()).collect();
+    let scale = |s: f32| Scales::Bf16(bf16::from_f32(s).to_le_bytes().to_vec().into());
+    let expected: Vec<f32> = (0..64).map(|c| 0.5 * ((c % 16) as f32 - 8.0)).collect();
+    assert_eq!(decode(&Matrix::int4(1, 64, words.into(), scale(0.5)).unwrap()), expected);
+}
+
+#[test]
+fn int8_has_a_scale_a_row_in_either_type() {
+    let codes: Bytes = vec![0, 1, 127, 128, 255, 2].into();
+    let bytes = |s: [f32; 2]| s.iter().flat_map(|s| s.to_le_bytes()).collect::<Vec<_>>().into();
+    let wide = Matrix::int8(2, 3, codes.clone(), Scales::F32(bytes([0.1, 2.0]))).unwrap();
+    assert_eq!(decode(&wide), [0.0, 0.1, 127.0 * 0.1, -256.0, -2.0, 4.0]);
+    let narrow = [0.5f32, 2.0].iter().flat_map(|&s| bf16::from_f32(s).to_le_bytes()).collect::<Vec<_>>();
+    // At an odd address.
+    let narrow = Bytes::from([&[0], &narrow[..]].concat()).slice(1..);
+    let narrow = Matrix::int8(2, 3, codes, Scales::Bf16(narrow)).unwrap();
+    assert_eq!(decode(&narrow), [0.0, 0.5, 63.5, -256.0, -2.0, 4.0]);
+    let mut y = [0.0; 2];
+    reference::matvec_f64(&narrow, &[1.0, 10.0, 100.0], &mut y);
+    assert_eq!(y, [6355.0, 124.0]);
+}
+
 #[test]
 fn a_matrix_refuses_bytes_that_do_not_fit_its_shape() {
     let zeros = |n: usize| Bytes::from(vec![0u8; n]);
@@ -147,6 +178,11 @@ fn a_matrix_refuses_bytes_that_do_not_fit_its_shape() {
     assert!(length(Matrix::mxfp4(2, 64, zeros(64), zeros(8))), "a scale row of NVFP4's width");
     assert!(matches!(Matrix::mxfp4(2, 48, zeros(48), zeros(3)), Err(MatrixError::Columns { .. })));
     assert!(length(Matrix::bf16(3, 5, zeros(31))));
+    assert!(length(Matrix::int8(3, 5, zeros(15), Scales::Bf16(zeros(12)))), "as wide as f32");
+    assert!(length(Matrix::int8(3, 5, zeros(14), Scales::F32(zeros(12)))));
+    assert!(length(Matrix::int4(3, 64, zeros(96), Scales::Bf16(zeros(4)))));
+    assert!(matches!(Matrix::int4(3, 96, zeros(144), Scales::Bf16(zeros(9))), Err(MatrixError::Columns { .. })));
+    assert!(length(Matrix::int4(usize::MAX, 64, zeros(32), Scales::F32(zeros(4)))));
     assert!(length(Matrix::f32(usize::MAX, 5, zeros(32))), "an overflowing size is no panic");
 }
 

@@ -1,7 +1,7 @@
 //! The fast kernels against the plain reference, and their promise about bits.
 
 use k3_quant::cpu::{Activations, InstructionSet, matmul_rows, matmul_rows_with};
-use k3_quant::{GlobalScale, Matrix, ScaleDivisor, ScaleFactor, WeightFormat, reference};
+use k3_quant::{GlobalScale, Matrix, ScaleDivisor, ScaleFactor, Scales, WeightFormat, bf16, reference};
 
 /// A small fixed-seed generator; the quality of the numbers does not matter here.
 struct Lcg(u64);
@@ -27,7 +27,7 @@ fn matrix(format: WeightFormat, rows: usize, cols: usize, rng: &mut Lcg) -> Matr
         }
         WeightFormat::Bf16 => {
             let data: Vec<u8> =
-                (0..rows * cols).flat_map(|_| k3_quant::bf16::from_f32(rng.unit()).to_le_bytes()).collect();
+                (0..rows * cols).flat_map(|_| bf16::from_f32(rng.unit()).to_le_bytes()).collect();
             Matrix::bf16(rows, cols, data.into())
         }
         WeightFormat::Mxfp4 => {
@@ -39,6 +39,15 @@ fn matrix(format: WeightFormat, rows: usize, cols: usize, rng: &mut Lcg) -> Matr
             let scale: Vec<u8> = (0..rows * cols / 16).map(|_| (rng.next() % 0x7f) as u8).collect();
             let global = GlobalScale::Divisor(ScaleDivisor(2688.0 / 0.37));
             Matrix::nvfp4(rows, cols, rng.bytes(rows * cols / 2).into(), scale.into(), global)
+        }
+        WeightFormat::Int8 => {
+            let scale: Vec<u8> = (0..rows).flat_map(|_| (1e-3 * rng.unit()).to_le_bytes()).collect();
+            Matrix::int8(rows, cols, rng.bytes(rows * cols).into(), Scales::F32(scale.into()))
+        }
+        WeightFormat::Int4 => {
+            let scale: Vec<u8> =
+                (0..rows * cols / 64).flat_map(|_| bf16::from_f32(rng.unit()).to_le_bytes()).collect();
+            Matrix::int4(rows, cols, rng.bytes(rows * cols / 2).into(), Scales::Bf16(scale.into()))
         }
         _ => unreachable!("no other format"),
     }
@@ -114,9 +123,16 @@ fn every_format_and_awkward_sizes() {
         for cols in [1, 15, 17, 31, 33, 100] {
             check(WeightFormat::F32, rows, cols);
             check(WeightFormat::Bf16, rows, cols);
+            check(WeightFormat::Int8, rows, cols);
         }
-        for cols in [16, 48, 80] {
+        for cols in [16, 48, 80, 112, 176] {
             check(WeightFormat::Nvfp4, rows, cols);
+        }
+        for cols in [32, 96, 544] {
+            check(WeightFormat::Int8, rows, cols);
+        }
+        for cols in [64, 128, 192, 576] {
+            check(WeightFormat::Int4, rows, cols);
         }
     }
 }
@@ -139,4 +155,9 @@ fn a_nan_scale_is_seen() {
     let g = GlobalScale::Factor(ScaleFactor(1.0));
     let w = Matrix::nvfp4(1, 16, vec![0; 8].into(), vec![0x7f].into(), g).unwrap();
     assert!(product(&w, 1, &[1.0; 16], 1, &matmul_rows)[0].is_nan());
+    let nan = Scales::F32(f32::NAN.to_le_bytes().to_vec().into());
+    let w = Matrix::int8(1, 3, vec![0; 3].into(), nan.clone()).unwrap();
+    assert!(product(&w, 1, &[1.0; 3], 1, &matmul_rows)[0].is_nan());
+    let w = Matrix::int4(1, 64, vec![0x88; 32].into(), nan).unwrap();
+    assert!(product(&w, 1, &[1.0; 64], 1, &matmul_rows)[0].is_nan());
 }

@@ -8,7 +8,6 @@ mod divergence;
 mod goldens;
 mod model;
 mod print;
-mod prompt;
 
 use std::path::{Path, PathBuf};
 

@@ -13,7 +13,6 @@ use k3_tokenizer::Tokenizer;
 
 use super::conversation::{self, Scene};
 use super::divergence::{self, Divergence, Forced};
-use super::prompt::{control_prompt, fixed_prompt};
 use super::{Args, goldens, print};
 use crate::expect::{
     Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare, fits_context,
@@ -21,6 +20,7 @@ use crate::expect::{
 };
 use crate::open::ignores_indexer;
 use crate::progress::Progress;
+use crate::prompt::{control_prompt, fixed_prompt};
 
 /// Prefill chunk sizes that cycles go through; the whole prompt comes before them, or as much of it as the engine
 /// takes at once.

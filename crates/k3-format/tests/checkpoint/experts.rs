@@ -74,6 +74,7 @@ fn set_config(snapshot: &mut Snapshot, format: ExpertFormat) {
     } else {
         let config = &mut snapshot.text()["quantization_config"];
         config["format"] = json!("nvfp4-pack-quantized");
+        config["config_groups"]["group_0"]["format"] = json!("nvfp4-pack-quantized");
         config["config_groups"]["group_0"]["weights"]["group_size"] = json!(16);
     }
 }

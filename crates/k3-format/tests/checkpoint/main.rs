@@ -4,6 +4,7 @@ mod experts;
 mod files;
 mod identity;
 mod indexer;
+mod linears;
 mod placement;
 mod snapshot;
 mod tensors;

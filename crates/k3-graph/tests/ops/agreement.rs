@@ -4,7 +4,7 @@ use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_graph::device::{Conv, ExpertUse, IndexQuery, KdaStep, MlaAttend, RouterRule, SequenceRows, SituCaps};
 use k3_graph::{Device, Reference, Selected, Selection};
-use k3_quant::WeightFormat::{self, Bf16, F32, Mxfp4, Nvfp4};
+use k3_quant::WeightFormat::{self, Bf16, F32, Int4, Int8, Mxfp4, Nvfp4};
 
 use crate::CPU_BOUND;
 use crate::support::{Lcg, assert_close, bits, cpu, random_matrix};
@@ -57,6 +57,10 @@ fn products() {
         agree!(linear(format, 9, 7, 160));
     }
     agree!(linear(Nvfp4, 2, 5, 48));
+    agree!(linear(Int8, 1, 33, 67));
+    agree!(linear(Int8, 5, 70, 130));
+    agree!(linear(Int4, 1, 33, 128));
+    agree!(linear(Int4, 9, 7, 192));
 }
 
 fn linear<D: Device>(d: &D, format: WeightFormat, rows: usize, out: usize, cols: usize) -> Vec<f32> {
@@ -68,13 +72,13 @@ fn linear<D: Device>(d: &D, format: WeightFormat, rows: usize, out: usize, cols:
 /// Exact in every format, any row, any number of times.
 #[test]
 fn rows_of_a_table() {
-    for format in [F32, Bf16, Mxfp4] {
+    for format in [F32, Bf16, Mxfp4, Int4] {
         assert_eq!(bits(&embed(&cpu(), format)), bits(&embed(&Reference, format)));
     }
 }
 
 fn embed<D: Device>(d: &D, format: WeightFormat) -> Vec<f32> {
-    let table = d.load_linear(random_matrix(format, 11, 96, &mut Lcg::new(5))).unwrap();
+    let table = d.load_linear(random_matrix(format, 11, 192, &mut Lcg::new(5))).unwrap();
     d.download(&d.embed(&table, &[10, 0, 3, 3]).unwrap()).unwrap()
 }
 
@@ -267,6 +271,7 @@ fn latent_attention() {
     agree!(mla(Bf16, &[1, 70, 3], Keys::NoSelection));
     agree!(mla(F32, &[5, 1, 1], Keys::NoSelection));
     agree!(mla(Bf16, &[40, 33], Keys::EveryThird));
+    agree!(mla(Int8, &[5, 1, 1], Keys::NoSelection));
 }
 
 #[test]

@@ -13,7 +13,7 @@ use k3_graph::{
     Cpu, Device, ExportedState, ForwardError, Logits, LogitsWanted, Model, ModelOptions, Observer,
     SequenceState, Silent, Span, SpanResult,
 };
-use k3_quant::{GlobalScale, Matrix, ScaleDivisor, WeightFormat, bf16};
+use k3_quant::{GlobalScale, Matrix, ScaleDivisor, Scales, WeightFormat, bf16};
 
 /// A small fixed-seed generator; the quality of the numbers does not matter here.
 pub(crate) struct Lcg(u64);
@@ -84,6 +84,21 @@ pub(crate) fn random_matrix(format: WeightFormat, rows: usize, cols: usize, rng:
             let blocks: Vec<u8> = (0..rows * cols / 16).map(|_| 0x50 + rng.below(16) as u8).collect();
             let global = GlobalScale::Divisor(ScaleDivisor(16.0 / scale));
             Matrix::nvfp4(rows, cols, packed.into(), blocks.into(), global).unwrap()
+        }
+        WeightFormat::Int8 => {
+            // A uniform code has a root mean square of 74.
+            let row = |rng: &mut Lcg| scale * 2.9 / 74.0 * (0.5 + rng.below(100) as f32 / 100.0);
+            let codes: Vec<u8> = (0..rows * cols).map(|_| rng.bits() as u8).collect();
+            let scale: Vec<u8> = (0..rows).flat_map(|_| row(rng).to_le_bytes()).collect();
+            Matrix::int8(rows, cols, codes.into(), Scales::F32(scale.into())).unwrap()
+        }
+        WeightFormat::Int4 => {
+            let packed = codes();
+            // A uniform code has a root mean square of 4.6.
+            let group = |rng: &mut Lcg| scale * 2.9 / 4.6 * (0.5 + rng.below(100) as f32 / 100.0);
+            let scale: Vec<u8> =
+                (0..rows * cols / 64).flat_map(|_| bf16::from_f32(group(rng)).to_le_bytes()).collect();
+            Matrix::int4(rows, cols, packed.into(), Scales::Bf16(scale.into())).unwrap()
         }
         _ => unreachable!("no other format"),
     }

@@ -13,14 +13,14 @@ const CONTROL_SLOTS: usize = 256;
 const SEED: u64 = 3;
 
 /// A question, framed as a conversation: what a trained model is made to read.
-pub(super) fn control_prompt(tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+pub(crate) fn control_prompt(tokenizer: &Tokenizer) -> Result<Vec<u32>> {
     let request = ChatRequest::new(vec![Message::user("What is the weather in Paris?")]);
     Ok(prompt_ids(tokenizer, &encode(&request, &EncodeOptions::default())?)?)
 }
 
 /// `len` ids, always the same for the same vocabulary: no special ids, and no control slots where the vocabulary has
 /// room for them.
-pub(super) fn fixed_prompt<D: Device>(engine: &Engine<D>, len: usize) -> Result<Vec<u32>> {
+pub(crate) fn fixed_prompt<D: Device>(engine: &Engine<D>, len: usize) -> Result<Vec<u32>> {
     let config = engine.model().config();
     let vocab = config.vocab_size;
     let text = if vocab > 16 * CONTROL_SLOTS { vocab - CONTROL_SLOTS } else { vocab };

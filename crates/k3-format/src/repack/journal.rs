@@ -1,0 +1,142 @@
+//! The notes of an unfinished repack: what it was begun from, and which shards are complete. It lies in the target until
+//! the tree is whole, and its lock keeps a second run out.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::error::RepackError;
+use super::report::FileRecord;
+use super::source_id::SourceId;
+
+/// Name of the file. It begins with a dot: no loader takes it for a part of the model.
+pub(super) const JOURNAL_FILE: &str = ".repack-journal";
+
+/// The version of the notes that this program writes and reads.
+const VERSION: u32 = 1;
+
+/// The first line.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Begun {
+    k3_repack: u32,
+    /// As arguments.
+    pub(super) recipe: String,
+    pub(super) source: SourceId,
+    /// When each shard of the source was last written.
+    pub(super) times: Vec<(String, i64, i64)>,
+}
+
+impl Begun {
+    pub(super) fn new(recipe: String, source: SourceId, times: Vec<(String, i64, i64)>) -> Self {
+        Self { k3_repack: VERSION, recipe, source, times }
+    }
+}
+
+/// An opened and locked journal.
+#[derive(Debug)]
+pub(super) struct Journal {
+    path: PathBuf,
+    file: File,
+    /// Bytes of whole lines.
+    len: u64,
+    pub(super) begun: Option<Begun>,
+    /// One record a shard; of two, the later one holds.
+    pub(super) records: Vec<FileRecord>,
+}
+
+impl Journal {
+    /// Opens the journal of `dir`, or makes an empty one, and locks it.
+    pub(super) fn open(dir: &Path) -> Result<Self, RepackError> {
+        let path = dir.join(JOURNAL_FILE);
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            // A link of this name may lead anywhere.
+            .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
+            .open(&path)
+            .map_err(RepackError::io("create", &path))?;
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) => return Err(RepackError::TargetBusy { dir: dir.to_owned() }),
+            // A file system without locks cannot tell; each output is locked as well.
+            Ok(()) | Err(TryLockError::Error(_)) => {}
+        }
+        // Whoever had the lock before may have finished and removed the file.
+        let here = file.metadata().map_err(RepackError::io("look at", &path))?;
+        let there = fs::symlink_metadata(&path);
+        if !there.is_ok_and(|there| (there.dev(), there.ino()) == (here.dev(), here.ino())) {
+            return Err(RepackError::TargetBusy { dir: dir.to_owned() });
+        }
+        let mut text = Vec::new();
+        file.read_to_end(&mut text).map_err(RepackError::io("read", &path))?;
+        let mut journal = Self { path, file, len: 0, begun: None, records: Vec::new() };
+        journal.parse(&text)?;
+        Ok(journal)
+    }
+
+    /// Takes whole lines only: the last one may be cut by the end of its run.
+    fn parse(&mut self, text: &[u8]) -> Result<(), RepackError> {
+        for line in text.split_inclusive(|&b| b == b'\n') {
+            let Some(json) = line.strip_suffix(b"\n") else { break };
+            if self.begun.is_none() {
+                let begun: Begun = serde_json::from_slice(json).map_err(|e| self.invalid(&e.to_string()))?;
+                if begun.k3_repack != VERSION {
+                    let message = format!("it is of version {}, this program writes {VERSION}", begun.k3_repack);
+                    return Err(self.invalid(&message));
+                }
+                self.begun = Some(begun);
+            } else {
+                // What cannot be read is made again.
+                let Ok(record) = serde_json::from_slice::<FileRecord>(json) else { break };
+                self.records.retain(|r| r.name != record.name);
+                self.records.push(record);
+            }
+            self.len += line.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn invalid(&self, message: &str) -> RepackError {
+        RepackError::Journal { path: self.path.clone(), message: message.to_owned() }
+    }
+
+    /// Notes what the tree is made from.
+    pub(super) fn begin(&mut self, begun: Begun) -> Result<(), RepackError> {
+        self.append(&begun)?;
+        self.begun = Some(begun);
+        Ok(())
+    }
+
+    /// Notes a shard that has its name and is on the disk.
+    pub(super) fn complete(&mut self, record: FileRecord) -> Result<(), RepackError> {
+        self.append(&record)?;
+        self.records.retain(|r| r.name != record.name);
+        self.records.push(record);
+        Ok(())
+    }
+
+    fn append(&mut self, line: &impl Serialize) -> Result<(), RepackError> {
+        let failed = RepackError::io("write", &self.path);
+        let mut line = serde_json::to_vec(line).map_err(|e| self.invalid(&e.to_string()))?;
+        line.push(b'\n');
+        let mut write = || -> io::Result<()> {
+            // Over the rest of a line that was cut.
+            self.file.set_len(self.len)?;
+            self.file.seek(SeekFrom::Start(self.len))?;
+            self.file.write_all(&line)?;
+            self.file.sync_data()
+        };
+        write().map_err(failed)?;
+        self.len += line.len() as u64;
+        Ok(())
+    }
+
+    /// Removes the journal of a tree that is whole.
+    pub(super) fn remove(self) -> Result<(), RepackError> {
+        fs::remove_file(&self.path).map_err(RepackError::io("remove", &self.path))
+    }
+}
