@@ -92,7 +92,9 @@ impl Work<'_> {
                                 stop.store(true, Ordering::Relaxed);
                                 let mut trouble = locked(trouble);
                                 // Shards that were stopped say so only.
-                                if trouble.error.is_none() || matches!(trouble.error, Some(RepackError::WriterEnded)) {
+                                if trouble.error.is_none()
+                                    || matches!(trouble.error, Some(RepackError::WriterEnded))
+                                {
                                     trouble.error = Some(error);
                                 }
                                 return;
@@ -150,12 +152,8 @@ impl Work<'_> {
                 (Ok(_), Ok(None)) => Err(RepackError::WriterEnded),
             }
         })?;
-        let record = FileRecord {
-            name: shard.name.clone(),
-            len: written.len,
-            blake3: hex(&written.hash),
-            exponents,
-        };
+        let record =
+            FileRecord { name: shard.name.clone(), len: written.len, blake3: hex(&written.hash), exponents };
         locked(&self.journal).complete(record.clone())?;
         let _ = events.send(Event::Complete);
         Ok(record)

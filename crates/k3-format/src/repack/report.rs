@@ -98,7 +98,7 @@ pub struct Report {
     pub exponents: LayerExponentsOfAll,
     /// The shards.
     pub shards: Vec<FileRecord>,
-    /// Everything else but this file.
+    /// Everything else but this file, the index among it.
     pub files: Vec<FileRecord>,
     /// What of the source is not in it.
     pub left_out: LeftOut,

@@ -16,12 +16,12 @@ use crate::experts::{ExpertLocation, MATRICES, matrix_name};
 use crate::shards::{Shards, TensorInfo};
 use crate::{Checkpoint, ExpertFormat};
 
+use super::DenseFormat;
 use super::error::RepackError;
 use super::pipeline::locked;
 use super::plan::{Plan, ShardPlan};
 use super::read::Reader;
 use super::report::FileRecord;
-use super::DenseFormat;
 
 /// What a verification compared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -291,7 +291,9 @@ impl<'a> Comparison<'a> {
         }
         if globals[0] != globals[2] {
             let module = matrix_name(layer, expert, 0);
-            return Err(self.differs(format!("`{module}` and w3 of the same expert have different matrix scales")));
+            return Err(
+                self.differs(format!("`{module}` and w3 of the same expert have different matrix scales"))
+            );
         }
         if self.of.plan.experts.format == ExpertFormat::Nvfp4ModelOpt {
             for which in 0..MATRICES.len() {
@@ -306,11 +308,7 @@ impl<'a> Comparison<'a> {
     }
 
     /// Reads bytes of the source into `a`, and a tensor of the result into `b`.
-    fn read_both(
-        &mut self,
-        (shard, begin, len): (usize, u64, usize),
-        name: &str,
-    ) -> Result<(), RepackError> {
+    fn read_both(&mut self, (shard, begin, len): (usize, u64, usize), name: &str) -> Result<(), RepackError> {
         let tensor = self.result_tensor(name)?;
         self.a.resize(len, 0);
         self.source.read(shard, begin, &mut self.a)?;
@@ -396,12 +394,7 @@ fn equal_bytes(blocks: &[[u8; BLOCK]], source: &[u8], result: &[u8]) -> Counts {
 }
 
 /// E8M0 in the source, pairs of E4M3 in the result.
-fn equal_values(
-    blocks: &[[u8; BLOCK]],
-    source: &[u8],
-    result: &[u8],
-    table: &[Option<u8>; 256],
-) -> Counts {
+fn equal_values(blocks: &[[u8; BLOCK]], source: &[u8], result: &[u8], table: &[Option<u8>; 256]) -> Counts {
     let (pairs, _) = result.as_chunks::<2>();
     let (mut live, mut zero, mut other) = (0, 0, 0);
     for (block, (codes, (&e, pair))) in blocks.iter().zip(source.iter().zip(pairs)).enumerate() {
