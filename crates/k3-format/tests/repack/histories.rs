@@ -120,7 +120,6 @@ fn every_byte_is_verified() {
                 Err(RepackError::Differs { file, what }) => {
                     assert_eq!(file, path, "{what}");
                 }
-                // A damaged matrix scale does not even open: the shard is as it was reported, so it stays.
                 other => panic!("byte {at} with {verify:?}: {:?}", other.map(|o| o.proof)),
             }
         }
