@@ -11,7 +11,6 @@ use k3_graph::{Device, LogitsWanted, Observer};
 use k3_runner::{Engine, EngineOptions, LogitsHash, LogitsHasher, RunError};
 
 use super::divergence::{self, Divergence, Forced};
-use crate::prompt::fixed_prompt;
 use super::{Args, print};
 use crate::expect::{
     Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare, fits_context,
@@ -19,6 +18,7 @@ use crate::expect::{
 };
 use crate::open::ignores_indexer;
 use crate::progress::Progress;
+use crate::prompt::fixed_prompt;
 
 /// Prefill chunk sizes that cycles go through; the whole prompt comes before them, or as much of it as the engine
 /// takes at once.
