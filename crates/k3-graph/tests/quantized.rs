@@ -84,9 +84,7 @@ fn decode(m: &Matrix) -> Matrix {
                     let value = magnitude * s / f64::from(global.stored());
                     if code < 8 { value } else { -value }
                 }
-                MatrixData::Int8 { codes, scale } => {
-                    f64::from(codes[at] as i8) * bf16_at(scale.bytes(), r)
-                }
+                MatrixData::Int8 { codes, scale } => f64::from(codes[at] as i8) * bf16_at(scale.bytes(), r),
                 MatrixData::Int4 { packed, scale } => {
                     let byte = packed[at / 2];
                     let code = if c % 2 == 0 { byte & 15 } else { byte >> 4 };
