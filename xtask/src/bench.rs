@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: measurements, each as a ratio to a limit measured in the same run.
 
 mod kernels;
+mod repack;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -38,12 +39,18 @@ enum What {
     ///
     /// The limit is a plain read of as many bytes.
     Kernels,
+    /// Seconds and peak memory of a repack, beside `cp` of the same files to the same disk
+    ///
+    /// Once with the source in the page cache and once without. A repack ends with its bytes on the disk and `cp` does
+    /// not, so `cp` is also timed with a sync.
+    Repack(repack::Args),
 }
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     match &args.what {
         What::Kernels => kernels::run(),
+        What::Repack(args) => repack::run(args),
         What::Index { model: Some(dir), repeat } => index(dir, *repeat),
         What::Index { model: None, repeat } => {
             let parent = tempfile::tempdir().context("making a temporary folder")?;

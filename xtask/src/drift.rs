@@ -82,7 +82,10 @@ pub fn run(args: &Args) -> Result<()> {
     if drift.identical {
         return say(format_args!("all logits are the same, bit for bit"));
     }
-    say(format_args!("logits, relative L2: {:.2e}, worst position {:.2e}", drift.relative_l2, drift.worst_position))?;
+    say(format_args!(
+        "logits, relative L2: {:.2e}, worst position {:.2e}",
+        drift.relative_l2, drift.worst_position
+    ))?;
     say(format_args!("mean KL divergence: {:.2e} nats a token", drift.mean_kl))?;
     let share = 100.0 * drift.same_top_token as f64 / drift.positions as f64;
     say(format_args!("most probable token the same at {} positions, {share:.1} %", drift.same_top_token))
@@ -180,7 +183,10 @@ mod tests {
     #[test]
     fn numbers_of_a_comparison() {
         let same = compare(&[1.0, 2.0, 0.5, 0.0], &[1.0, 2.0, 0.5, 0.0], 2, [1, 2]);
-        assert_eq!((same.relative_l2, same.mean_kl, same.same_top_token, same.identical), (0.0, 0.0, 2, true));
+        assert_eq!(
+            (same.relative_l2, same.mean_kl, same.same_top_token, same.identical),
+            (0.0, 0.0, 2, true)
+        );
         // p = (1/4, 3/4), q = (1/2, 1/2); then equal rows.
         let (a, b) = ((1f32 / 3.0).ln(), 0.0);
         let found = compare(&[a, b, 3.0, 4.0], &[b, b, 3.0, 4.0], 2, [1, 2]);

@@ -20,7 +20,12 @@ fn open(dir: &Path) -> Checkpoint {
     Checkpoint::open(dir, &OpenOptions::default()).unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
 }
 
-fn repack(source: &Path, target: &Path, recipe: Recipe, change: impl Fn(RunOptions) -> RunOptions) -> Result<Outcome, RepackError> {
+fn repack(
+    source: &Path,
+    target: &Path,
+    recipe: Recipe,
+    change: impl Fn(RunOptions) -> RunOptions,
+) -> Result<Outcome, RepackError> {
     let source = open(source);
     Repack::new(&source, recipe)?.run(target, &change(RunOptions::default()), &mut |_| {})
 }
@@ -39,7 +44,8 @@ fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
 fn drift(source: &Path, other: &Path) -> Drift {
     let (source, other) = (source.to_owned(), other.to_owned());
     let open = OpenArgs::default();
-    drift::measure(&drift::Args { source, other, ids: None, tokens: 48, threads: 2, open, json: false }).unwrap()
+    drift::measure(&drift::Args { source, other, ids: None, tokens: 48, threads: 2, open, json: false })
+        .unwrap()
 }
 
 /// Every combination that there is.
@@ -167,7 +173,10 @@ fn what_cannot_be_done_is_refused() {
     for dense in [DenseFormat::Int8, DenseFormat::Int4] {
         let recipe = Recipe::default().names(Naming::ModelOpt).dense(dense);
         let error = Repack::new(&source, recipe).err().expect("refused");
-        assert!(matches!(error, RepackError::Recipe { .. }) && error.to_string().contains("--dense nvfp4"), "{error}");
+        assert!(
+            matches!(error, RepackError::Recipe { .. }) && error.to_string().contains("--dense nvfp4"),
+            "{error}"
+        );
     }
     // A tree that is quantized is no source.
     let dir = temporary();

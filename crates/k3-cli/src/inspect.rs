@@ -133,7 +133,8 @@ fn pinned(checkpoint: &Checkpoint) -> String {
     let formats = checkpoint.linear_formats();
     let quantized: u64 = formats.values().map(|(_, size)| size).sum();
     let rest = format!("{} of BF16 and F32", bytes(checkpoint.resident_bytes() - quantized));
-    let formats = formats.iter().map(|(f, (count, size))| format!("{count} matrices of {f}, {}", bytes(*size)));
+    let formats =
+        formats.iter().map(|(f, (count, size))| format!("{count} matrices of {f}, {}", bytes(*size)));
     formats.chain([rest]).collect::<Vec<_>>().join("; ")
 }
 

@@ -110,7 +110,10 @@ impl Write for DirectOut {
 
 impl std::fmt::Debug for DirectOut {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DirectOut").field("file", &self.file).field("filled", &self.filled).finish_non_exhaustive()
+        f.debug_struct("DirectOut")
+            .field("file", &self.file)
+            .field("filled", &self.filled)
+            .finish_non_exhaustive()
     }
 }
 

@@ -162,8 +162,10 @@ impl ExpertSurvey {
             let places: Vec<PartLocation> =
                 experts().flat_map(|id| get(id).at.map(|matrix| matrix[GLOBAL])).collect();
             let values = read_scalars(shards, &places)?;
-            for (i, what) in
-                values.iter().enumerate().filter_map(|(i, v)| Some((i, scale_fault(format == ExpertFormat::Nvfp4ModelOpt, *v)?)))
+            for (i, what) in values
+                .iter()
+                .enumerate()
+                .filter_map(|(i, v)| Some((i, scale_fault(format == ExpertFormat::Nvfp4ModelOpt, *v)?)))
             {
                 let (layer, expert) =
                     (layers.start + i / 3 / config.moe.num_experts, i / 3 % config.moe.num_experts);

@@ -1,8 +1,9 @@
-//! Reads and checks Kimi K3 and Kimi K3.1 Pro checkpoints.
+//! Reads, checks and repacks Kimi K3 and Kimi K3.1 Pro checkpoints.
 //!
 //! [`Checkpoint::open`] is the way in: it reads `config.json`, opens the shards, decides the variant, compares every
 //! tensor with the one table of names, shapes and dtypes, and from then on hands out matrices, vectors and routed
-//! experts by what they are for. Nothing is guessed: what does not fit is refused with its name.
+//! experts by what they are for. Nothing is guessed: what does not fit is refused with its name. [`repack`] converts a
+//! checkpoint once.
 
 #![deny(unsafe_code)]
 

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 
-use crate::{ModelConfig, TensorId};
 use crate::config::ConfigFile;
 use crate::error::TensorErrors;
 use crate::expert_survey::{ExpertSurvey, Visit, is_activation_scale};
@@ -11,6 +10,7 @@ use crate::indexer::Unplaced;
 use crate::linear::{Parts, split_part};
 use crate::names::{IndexerNames, LANGUAGE_MODEL, Names, split_layer};
 use crate::shards::{Shards, TensorInfo};
+use crate::{ModelConfig, TensorId};
 
 /// Parts of the checkpoint that text generation does not need.
 pub(crate) const VISION_PREFIXES: [&str; 2] = ["vision_tower.", "mm_projector."];

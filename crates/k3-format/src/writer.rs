@@ -309,19 +309,27 @@ pub fn write_index<N: AsRef<str>, S: AsRef<str>>(
 ) -> Result<(), ShardError> {
     let path = dir.join(INDEX_FILE);
     let mut file = NewFile::create(&path)?;
-    file.write(
-        format!("{{\n  \"metadata\": {{\"total_size\": {total_size}}},\n  \"weight_map\": {{").as_bytes(),
-    )?;
+    index_text(&path, weight_map, total_size, &mut |piece| file.write(piece))?;
+    file.commit()
+}
+
+/// Hands the text of the index `path` to `put`, piece by piece.
+pub(crate) fn index_text<N: AsRef<str>, S: AsRef<str>>(
+    path: &Path,
+    weight_map: impl IntoIterator<Item = (N, S)>,
+    total_size: u64,
+    put: &mut dyn FnMut(&[u8]) -> Result<(), ShardError>,
+) -> Result<(), ShardError> {
+    put(format!("{{\n  \"metadata\": {{\"total_size\": {total_size}}},\n  \"weight_map\": {{").as_bytes())?;
     let mut separator = "";
     for (name, shard) in weight_map {
         let (name, shard) = (name.as_ref(), shard.as_ref());
         if !is_plain_file_name(shard) {
             let message = format!("the shard `{shard}` of tensor `{name}` is not a plain file name");
-            return Err(ShardError::Unwritable { path, message });
+            return Err(ShardError::Unwritable { path: path.to_owned(), message });
         }
-        file.write(format!("{separator}\n    {}: {}", quoted(name), quoted(shard)).as_bytes())?;
+        put(format!("{separator}\n    {}: {}", quoted(name), quoted(shard)).as_bytes())?;
         separator = ",";
     }
-    file.write(b"\n  }\n}\n")?;
-    file.commit()
+    put(b"\n  }\n}\n")
 }

@@ -426,7 +426,7 @@ fn both_nvfp4_conventions_are_read() {
     let q = "text_config.quantization_config";
     set(&mut json, &format!("{q}.format"), json!("nvfp4-pack-quantized"));
     let group = format!("{q}.config_groups.group_0.format");
-    assert_eq!(fields(&refused(&json, "two formats")), [group.clone()]);
+    assert_eq!(fields(&refused(&json, "two formats")), [group.as_str()]);
     set(&mut json, &group, json!("nvfp4-pack-quantized"));
     assert_eq!(
         fields(&refused(&json, "group 32")),

@@ -69,12 +69,13 @@ fn decode(m: &Matrix) -> Matrix {
     let mut values = Vec::new();
     for r in 0..m.rows() {
         for c in 0..m.cols() {
+            let at = r * m.cols() + c;
             let value = match m.data() {
                 MatrixData::Nvfp4 { packed, scale, global } => {
-                    let byte = packed[(r * m.cols() + c) / 2];
+                    let byte = packed[at / 2];
                     let code = if c % 2 == 0 { byte & 15 } else { byte >> 4 };
                     let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
-                    let s = scale[(r * m.cols() + c) / 16];
+                    let s = scale[at / 16];
                     let s = if s < 8 {
                         f64::from(s) / 512.0
                     } else {
@@ -83,13 +84,11 @@ fn decode(m: &Matrix) -> Matrix {
                     let value = magnitude * s / f64::from(global.stored());
                     if code < 8 { value } else { -value }
                 }
-                MatrixData::Int8 { codes, scale } => {
-                    f64::from(codes[r * m.cols() + c] as i8) * bf16_at(scale.bytes(), r)
-                }
+                MatrixData::Int8 { codes, scale } => f64::from(codes[at] as i8) * bf16_at(scale.bytes(), r),
                 MatrixData::Int4 { packed, scale } => {
-                    let byte = packed[(r * m.cols() + c) / 2];
+                    let byte = packed[at / 2];
                     let code = if c % 2 == 0 { byte & 15 } else { byte >> 4 };
-                    (f64::from(code) - 8.0) * bf16_at(scale.bytes(), (r * m.cols() + c) / 64)
+                    (f64::from(code) - 8.0) * bf16_at(scale.bytes(), at / 64)
                 }
                 _ => unreachable!("quantized"),
             };

@@ -25,8 +25,8 @@ use loops::{Avx2, Avx512};
 use loops::{Loops, Portable};
 #[doc(hidden)]
 pub use plain::kernel_code_value;
-pub use plain::{dot_f32, square_sum};
 use plain::{dot_bf16, fp8_value, scale_value, widen};
+pub use plain::{dot_f32, square_sum};
 
 /// Width of one row of partial sums.
 const LANES: usize = 16;
@@ -286,4 +286,3 @@ fn decode<L: Loops>(row: Row<'_>, values: &mut [f32], scales: &mut [[f32; 2]]) {
         }
     }
 }
-

@@ -146,13 +146,19 @@ fn codes_are_nearest_and_the_error_is_right() {
                 WeightFormat::Nvfp4 => {
                     f64::from(E4M3(scales[i / 16]).to_f32()) * f64::from(encoder.factor().unwrap().0)
                 }
-                WeightFormat::Int8 => bf16::from_le_bytes([scales[i / cols * 2], scales[i / cols * 2 + 1]]).to_f64(),
+                WeightFormat::Int8 => {
+                    bf16::from_le_bytes([scales[i / cols * 2], scales[i / cols * 2 + 1]]).to_f64()
+                }
                 _ => bf16::from_le_bytes([scales[i / 64 * 2], scales[i / 64 * 2 + 1]]).to_f64(),
             };
             let (mut squares, mut norm, mut largest) = (0.0, 0.0, 0.0_f64);
             for (i, (x, y)) in x.iter().zip(&y).enumerate() {
                 let d = (x.to_f64() - y).abs();
-                assert_eq!(d * d, nearest(x.to_f64(), scale(i), &grid), "{what}, element {i}: {x} became {y}");
+                assert_eq!(
+                    d * d,
+                    nearest(x.to_f64(), scale(i), &grid),
+                    "{what}, element {i}: {x} became {y}"
+                );
                 squares += d * d;
                 norm += x.to_f64().powi(2);
                 largest = largest.max(d);
@@ -204,12 +210,16 @@ fn hand_made_rows() {
     let (codes, scales, _) = encode(Encoder::nvfp4(2688.0), 16, &row(&x));
     assert_eq!((&codes[..4], scales), (&[0x77, 0x47, 0x86, 0x11][..], vec![0x38]));
     // Two's complement, nearest under 1 = 127 / 127; a row of zeros has the scale 1.
-    let (codes, scales, _) = encode(Encoder::int8(), 4, &row(&[127.0, -127.0, 2.5, -3.5, 0.0, 0.0, -0.0, 0.0]));
+    let (codes, scales, _) =
+        encode(Encoder::int8(), 4, &row(&[127.0, -127.0, 2.5, -3.5, 0.0, 0.0, -0.0, 0.0]));
     assert_eq!((codes, scales), (vec![127, 129, 2, 252, 0, 0, 0, 0], vec![0x80, 0x3f, 0x80, 0x3f]));
     // 8 is added; the low nibble is the even column; -8 is used.
     let x: Vec<f32> = (0..64).map(|c| (c % 16) as f32 - 8.0).collect();
     let (codes, scales, error) = encode(Encoder::int4(), 64, &row(&x));
-    assert_eq!((&codes[..8], scales), (&[0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe][..], vec![0x80, 0x3f]));
+    assert_eq!(
+        (&codes[..8], scales),
+        (&[0x10, 0x32, 0x54, 0x76, 0x98, 0xba, 0xdc, 0xfe][..], vec![0x80, 0x3f])
+    );
     assert_eq!(error.squared_error, 0.0);
 }
 

@@ -2,7 +2,8 @@
 
 use bytes::Bytes;
 use k3_quant::{
-    E2M1, E4M3, E8M0, GlobalScale, Matrix, MatrixError, ScaleDivisor, ScaleFactor, Scales, bf16, int4_value, reference,
+    E2M1, E4M3, E8M0, GlobalScale, Matrix, MatrixError, ScaleDivisor, ScaleFactor, Scales, bf16, int4_value,
+    reference,
 };
 use serde_json::Value;
 
@@ -181,7 +182,10 @@ fn a_matrix_refuses_bytes_that_do_not_fit_its_shape() {
     assert!(length(Matrix::int8(3, 5, zeros(15), Scales::Bf16(zeros(12)))), "as wide as f32");
     assert!(length(Matrix::int8(3, 5, zeros(14), Scales::F32(zeros(12)))));
     assert!(length(Matrix::int4(3, 64, zeros(96), Scales::Bf16(zeros(4)))));
-    assert!(matches!(Matrix::int4(3, 96, zeros(144), Scales::Bf16(zeros(9))), Err(MatrixError::Columns { .. })));
+    assert!(matches!(
+        Matrix::int4(3, 96, zeros(144), Scales::Bf16(zeros(9))),
+        Err(MatrixError::Columns { .. })
+    ));
     assert!(length(Matrix::int4(usize::MAX, 64, zeros(32), Scales::F32(zeros(4)))));
     assert!(length(Matrix::f32(usize::MAX, 5, zeros(32))), "an overflowing size is no panic");
 }

@@ -9,8 +9,8 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use k3_format::repack::{
-    DenseFormat, ExpertTarget, IoMode, Naming, Outcome, Phase, Recipe, Refusals, Repack, RepackError, RunOptions,
-    VerifyMode,
+    DenseFormat, ExpertTarget, IoMode, Naming, Outcome, Phase, Recipe, Refusals, Repack, RepackError,
+    RunOptions, VerifyMode,
 };
 use k3_format::{Checkpoint, IndexerNames, OpenOptions};
 
@@ -142,7 +142,9 @@ pub enum VerifyName {
 /// `A..B`
 fn layers(text: &str) -> Result<Range<usize>, String> {
     let range = text.split_once("..").and_then(|(a, b)| Some(a.parse().ok()?..b.parse().ok()?));
-    range.filter(|range| !range.is_empty()).ok_or_else(|| "expected A..B with A below B, such as 0..46".to_owned())
+    range
+        .filter(|range| !range.is_empty())
+        .ok_or_else(|| "expected A..B with A below B, such as 0..46".to_owned())
 }
 
 impl Args {

@@ -137,7 +137,10 @@ fn rounding(report: &Report) -> Result<()> {
     if report.rounding.is_empty() {
         return Ok(());
     }
-    say(format_args!("quantized matrices, {}: relative L2 error of all of a kind, of the worst, largest difference:", report.recipe))?;
+    say(format_args!(
+        "quantized matrices, {}: relative L2 error of all of a kind, of the worst, largest difference:",
+        report.recipe
+    ))?;
     for kind in &report.rounding {
         say(format_args!(
             "  {:<46} {:>4} matrices  {:.5}  {:.5}  {:.2e}",

@@ -204,18 +204,28 @@ fn compressed_group(
     };
     let name = own.map_or(overall, Value::as_str);
     let Some(format) = name.and_then(compressed_format) else {
-        let expected = "\"mxfp4-pack-quantized\", \"nvfp4-pack-quantized\", \"int-quantized\" or \"pack-quantized\"";
+        let expected =
+            "\"mxfp4-pack-quantized\", \"nvfp4-pack-quantized\", \"int-quantized\" or \"pack-quantized\"";
         group.problem("format", expected, own, "how the matrices of the group are stored");
         return None;
     };
     if overall.is_some() && overall != name {
         let expected = format!("{}, as {overall_path} says for all groups", show(overall_value));
-        group.problem("format", expected, own, "groups of different formats are \"mixed-precision\" together");
+        group.problem(
+            "format",
+            expected,
+            own,
+            "groups of different formats are \"mixed-precision\" together",
+        );
         return None;
     }
     let float = matches!(format, WeightFormat::Mxfp4 | WeightFormat::Nvfp4);
     let mut weights = group.object("weights", "how the matrices of the group are stored")?;
-    weights.only("num_bits", if format == WeightFormat::Int8 { 8 } else { 4 }, "bits of a code in this format");
+    weights.only(
+        "num_bits",
+        if format == WeightFormat::Int8 { 8 } else { 4 },
+        "bits of a code in this format",
+    );
     weights.only("type", if float { "float" } else { "int" }, "what a code is in this format");
     if format == WeightFormat::Int8 {
         weights.only("strategy", "channel", "a scale belongs to a row in this format");

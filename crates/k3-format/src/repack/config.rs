@@ -59,7 +59,8 @@ pub(super) fn rewrite(source: &[u8], plan: &Plan, model: &ModelConfig) -> Result
     let parse = |text: &str| RawObject::parse(text).map_err(|e| e.to_string());
     let mut root = parse(text.trim_start_matches('\u{feff}'))?;
     let mut language = parse(root.get(TEXT).ok_or("it has no text_config")?)?;
-    let found = language.get(QUANTIZATION).or(root.get(QUANTIZATION)).ok_or("it has no quantization_config")?;
+    let found =
+        language.get(QUANTIZATION).or(root.get(QUANTIZATION)).ok_or("it has no quantization_config")?;
     let found = found.to_owned();
     let ignored = || -> Result<Vec<Value>, String> {
         let value: Value = serde_json::from_str(&found).map_err(|e| e.to_string())?;

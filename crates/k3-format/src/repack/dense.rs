@@ -159,7 +159,9 @@ impl<'a> Quantizer<'a> {
             for other in work {
                 scope.spawn(other);
             }
-            own.map(|own| own());
+            if let Some(own) = own {
+                own();
+            }
         });
         for row in each {
             error.add(&row?);

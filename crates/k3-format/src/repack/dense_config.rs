@@ -87,7 +87,9 @@ impl DenseGroup {
         }
         let groups = config.get_mut("config_groups").and_then(Value::as_object_mut);
         let groups = groups.ok_or("its quantization_config has no config_groups")?;
-        let free = (1..).map(|n| format!("group_{n}")).find(|name| !groups.contains_key(name));
+        // Of so many names one is free.
+        let free =
+            (1..=groups.len() + 1).map(|n| format!("group_{n}")).find(|name| !groups.contains_key(name));
         groups.extend(free.map(|name| (name, group)));
 
         let mut ignore = config.get("ignore").and_then(Value::as_array).cloned().unwrap_or_default();

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use k3_quant::encode::OutOfRange;
 
-use crate::{ExpertFormat, LinearFormat};
 use crate::error::Error;
 use crate::experts::matrix_name;
 use crate::header::HeaderError;
 use crate::shard_error::ShardError;
+use crate::{ExpertFormat, LinearFormat};
 
 use super::scales::{FirstMisfit, Misfit};
 
@@ -189,8 +189,12 @@ impl Refusal {
     ) -> Self {
         let why = match misfit.why {
             Misfit::Nan => "the block scale 255 is NaN",
-            Misfit::OutOfWindow => "the block is not zero and lies more than 17 binades below the largest one",
-            Misfit::GlobalScale => "weights so large that readers would take the matrix scale for an inverse one",
+            Misfit::OutOfWindow => {
+                "the block is not zero and lies more than 17 binades below the largest one"
+            }
+            Misfit::GlobalScale => {
+                "weights so large that readers would take the matrix scale for an inverse one"
+            }
         };
         Self {
             layer,
@@ -270,6 +274,8 @@ impl fmt::Display for Refusals {
         if self.total > Self::SHOWN {
             write!(f, "\n  and {} more", self.total - Self::SHOWN.min(self.first.len()))?;
         }
-        f.write_str("\nrepack with MXFP4 experts (--experts mxfp4), which keeps out-of-window blocks as they are")
+        f.write_str(
+            "\nrepack with MXFP4 experts (--experts mxfp4), which keeps out-of-window blocks as they are",
+        )
     }
 }

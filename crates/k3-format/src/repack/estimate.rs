@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use crate::Checkpoint;
 use crate::direct::{DIRECT_ALIGN, direct_flag};
 use crate::read::Buffer;
-use crate::Checkpoint;
 
 use super::error::RepackError;
 use super::plan::Plan;

@@ -131,7 +131,8 @@ impl<'a> LayerExperts<'a> {
 
     /// The scalars that stand behind everything else, in file order.
     pub(super) fn beside(&self, names: Naming) -> Vec<u8> {
-        let bytes = |pick: fn(&(f32, f32)) -> f32| self.globals.iter().flat_map(move |g| pick(g).to_le_bytes());
+        let bytes =
+            |pick: fn(&(f32, f32)) -> f32| self.globals.iter().flat_map(move |g| pick(g).to_le_bytes());
         match (self.target, names) {
             (ExpertTarget::Mxfp4, _) => Vec::new(),
             (ExpertTarget::Nvfp4, Naming::CompressedTensors) => bytes(|g| g.1).collect(),

@@ -19,8 +19,7 @@ const CONFIG_FILE: &str = "config.json";
 const MODELOPT_FILE: &str = "hf_quant_config.json";
 
 /// Ends of names that are copied.
-const COPIED: [&str; 9] =
-    [".json", ".py", ".md", ".txt", ".model", ".tiktoken", ".jinja", ".yaml", ".yml"];
+const COPIED: [&str; 9] = [".json", ".py", ".md", ".txt", ".model", ".tiktoken", ".jinja", ".yaml", ".yml"];
 /// What the name of a licence begins with.
 const LICENCES: [&str; 5] = ["license", "licence", "notice", "copying", "third"];
 /// JSON files that describe the source and would be wrong of the result, or that the result has its own of.

@@ -1,11 +1,13 @@
 //! The last files of a tree: everything beside the shards, its report, and the index.
 
+use std::fs::{self, File};
 use std::path::Path;
 
 use crate::Checkpoint;
+use crate::index::INDEX_FILE;
 use crate::new_file::NewFile;
 use crate::small_file::read_small;
-use crate::writer::write_index;
+use crate::writer::{index_text, write_index};
 
 use super::REPORT_FILE;
 use super::error::RepackError;
@@ -15,15 +17,32 @@ use super::report::{FileRecord, KindRounding, LayerExponentsOfAll, LeftOut, Repo
 use super::source_id::SourceId;
 
 /// The report of a tree whose shards are all complete; `shards` in the order of the plan.
-pub(super) fn report(plan: &Plan, source: &SourceId, shards: Vec<FileRecord>, extras: &Extras) -> Report {
-    let files = extras.outputs.iter().map(|(name, bytes)| FileRecord {
-        name: name.clone(),
-        len: bytes.len() as u64,
-        blake3: blake3::hash(bytes).to_hex().to_string(),
+pub(super) fn report(
+    plan: &Plan,
+    source: &SourceId,
+    shards: Vec<FileRecord>,
+    extras: &Extras,
+) -> Result<Report, RepackError> {
+    let record = |name: &str, len: u64, hash: blake3::Hash| FileRecord {
+        name: name.to_owned(),
+        len,
+        blake3: hash.to_hex().to_string(),
         exponents: None,
         rounding: Vec::new(),
-    });
-    Report {
+    };
+    let mut files: Vec<FileRecord> = extras
+        .outputs
+        .iter()
+        .map(|(name, bytes)| record(name, bytes.len() as u64, blake3::hash(bytes)))
+        .collect();
+    let (mut len, mut hasher) = (0, blake3::Hasher::new());
+    index_text(INDEX_FILE.as_ref(), weight_map(plan), plan.data_bytes(), &mut |piece| {
+        len += piece.len() as u64;
+        hasher.update(piece);
+        Ok(())
+    })?;
+    files.push(record(INDEX_FILE, len, hasher.finalize()));
+    Ok(Report {
         k3_repack: 1,
         recipe: plan.recipe,
         source: source.clone(),
@@ -32,21 +51,25 @@ pub(super) fn report(plan: &Plan, source: &SourceId, shards: Vec<FileRecord>, ex
         exponents: LayerExponentsOfAll::of(shards.iter().filter_map(|shard| shard.exponents.as_ref())),
         rounding: KindRounding::of(shards.iter().flat_map(|shard| &shard.rounding)),
         not_quantized: plan.quantized().1.into_iter().map(|dense| dense.source.clone()).collect(),
-        files: files.collect(),
+        files,
         left_out: LeftOut {
             tensors: plan.dropped.iter().map(|dropped| (dropped.why, dropped.tensors)).collect(),
             files: extras.left_out.clone(),
         },
         shards,
-    }
+    })
+}
+
+/// Each tensor with its shard, in file order.
+fn weight_map(plan: &Plan) -> impl Iterator<Item = (String, &str)> {
+    let of = |shard| plan.specs(shard).map(|spec| (spec.name, shard.name.as_str()));
+    plan.shards.iter().flat_map(of)
 }
 
 /// The text of `repack.json`.
 pub(super) fn report_text(report: &Report) -> Result<Vec<u8>, RepackError> {
-    let mut text = serde_json::to_vec_pretty(report).map_err(|e| RepackError::Config {
-        path: REPORT_FILE.into(),
-        message: e.to_string(),
-    })?;
+    let mut text = serde_json::to_vec_pretty(report)
+        .map_err(|e| RepackError::Config { path: REPORT_FILE.into(), message: e.to_string() })?;
     text.push(b'\n');
     Ok(text)
 }
@@ -57,23 +80,23 @@ pub(super) fn write(dir: &Path, plan: &Plan, extras: &Extras, report: &Report) -
         write_small(dir, name, bytes)?;
     }
     write_small(dir, REPORT_FILE, &report_text(report)?)?;
-    let weight_map = plan.shards.iter().flat_map(|shard| {
-        plan.specs(shard).map(|spec| (spec.name, shard.name.as_str()))
-    });
-    Ok(write_index(dir, weight_map, plan.data_bytes())?)
+    Ok(write_index(dir, weight_map(plan), plan.data_bytes())?)
 }
 
-/// Whether all small files of a finished tree are as they were written.
-pub(super) fn extras_differ(dir: &Path, extras: &Extras, report: &Report) -> Result<Option<String>, RepackError> {
-    let text = report_text(report)?;
-    let own = std::iter::once((REPORT_FILE, text.as_slice()));
-    let all = extras.outputs.iter().map(|(name, bytes)| (name.as_str(), bytes.as_slice()));
-    for (name, bytes) in all.chain(own) {
-        if read_small(&dir.join(name)).ok().as_deref() != Some(bytes) {
-            return Ok(Some(name.to_owned()));
-        }
+/// Whether everything beside the shards of a finished tree is as it was written.
+pub(super) fn is_whole(dir: &Path, report: &Report) -> Result<bool, RepackError> {
+    if read_small(&dir.join(REPORT_FILE)).ok().as_deref() != Some(&report_text(report)?) {
+        return Ok(false);
     }
-    Ok(None)
+    let same = |record: &FileRecord| {
+        let path = dir.join(&record.name);
+        let is_file = fs::symlink_metadata(&path).is_ok_and(|m| m.is_file() && m.len() == record.len);
+        let mut hasher = blake3::Hasher::new();
+        let hashed =
+            is_file && File::open(&path).and_then(|file| hasher.update_reader(file).map(drop)).is_ok();
+        hashed && hasher.finalize().to_hex().as_str() == record.blake3
+    };
+    Ok(report.files.iter().all(same))
 }
 
 fn write_small(dir: &Path, name: &str, bytes: &[u8]) -> Result<(), RepackError> {

@@ -85,7 +85,8 @@ impl Journal {
             if self.begun.is_none() {
                 let begun: Begun = serde_json::from_slice(json).map_err(|e| self.invalid(&e.to_string()))?;
                 if begun.k3_repack != VERSION {
-                    let message = format!("it is of version {}, this program writes {VERSION}", begun.k3_repack);
+                    let message =
+                        format!("it is of version {}, this program writes {VERSION}", begun.k3_repack);
                     return Err(self.invalid(&message));
                 }
                 self.begun = Some(begun);

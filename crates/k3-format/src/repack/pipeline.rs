@@ -100,7 +100,9 @@ impl Work<'_> {
                                 stop.store(true, Ordering::Relaxed);
                                 let mut trouble = locked(trouble);
                                 // Shards that were stopped say so only.
-                                if trouble.error.is_none() || matches!(trouble.error, Some(RepackError::WriterEnded)) {
+                                if trouble.error.is_none()
+                                    || matches!(trouble.error, Some(RepackError::WriterEnded))
+                                {
                                     trouble.error = Some(error);
                                 }
                                 return;

@@ -123,7 +123,10 @@ impl Plan {
                     if config.is_moe(layer) && suffix.starts_with(EXPERTS_PREFIX) {
                         let part = suffix.rsplit('.').next().unwrap_or_default();
                         if !matches!(part, "weight_packed" | "weight_scale") {
-                            dropped.add("activation scales of routed experts, which MXFP4 has no use for", &tensor);
+                            dropped.add(
+                                "activation scales of routed experts, which MXFP4 has no use for",
+                                &tensor,
+                            );
                         }
                         continue;
                     }

@@ -74,13 +74,15 @@ mod tests {
 
     #[test]
     fn only_what_is_set_changes() {
-        let mut object = RawObject::parse(r#"{"z": 1e-05, "a": {"b" :[1, 2]}, "\u0061b": 123456789012345678901}"#)
-            .expect("an object");
+        let mut object =
+            RawObject::parse(r#"{"z": 1e-05, "a": {"b" :[1, 2]}, "\u0061b": 123456789012345678901}"#)
+                .expect("an object");
         assert_eq!(object.get("a"), Some(r#"{"b" :[1, 2]}"#));
         object.set("a", "null".to_owned());
         object.set("new", "[]".to_owned());
         object.remove("absent");
-        let printed = "{\n  \"z\": 1e-05,\n  \"a\": null,\n  \"ab\": 123456789012345678901,\n  \"new\": []\n}";
+        let printed =
+            "{\n  \"z\": 1e-05,\n  \"a\": null,\n  \"ab\": 123456789012345678901,\n  \"new\": []\n}";
         assert_eq!(object.print(0), printed);
         object.remove("z");
         assert!(object.print(2).starts_with("{\n    \"a\": null,\n"));

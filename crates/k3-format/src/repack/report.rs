@@ -181,7 +181,7 @@ pub struct Report {
     pub not_quantized: Vec<String>,
     /// The shards.
     pub shards: Vec<FileRecord>,
-    /// Everything else but this file.
+    /// Everything else but this file, the index among it.
     pub files: Vec<FileRecord>,
     /// What of the source is not in it.
     pub left_out: LeftOut,

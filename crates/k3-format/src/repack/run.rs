@@ -12,6 +12,7 @@ use crate::shard_file;
 use crate::small_file::read_small;
 use crate::{Checkpoint, ShardError, Shards};
 
+use super::REPORT_FILE;
 use super::error::RepackError;
 use super::estimate::{self, Estimate};
 use super::extras::Extras;
@@ -24,7 +25,6 @@ use super::report::{FileRecord, Outcome, Report};
 use super::source_id::{SourceId, times};
 use super::target::{self, State};
 use super::verify::{self, Proof, Verification};
-use super::REPORT_FILE;
 
 /// How files are read and written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -174,16 +174,17 @@ impl<'a> Repack<'a> {
             earlier = self.finished(dir)?;
             let completed = self.completed(dir, earlier.clone());
             if completed.len() == self.plan.shards.len() {
-                let whole = self.report(completed);
-                if finish::extras_differ(dir, &self.extras, &whole)?.is_none() && finish::open(dir, self.source).is_ok()
-                {
+                let whole = self.report(completed)?;
+                if finish::is_whole(dir, &whole)? {
                     outcome.resumed = whole.shards.len();
                     outcome.proof = self.verify(dir, &whole.shards, options, report)?;
                     outcome.report = Some(whole);
                     return Ok(outcome);
                 }
             }
-            outcome.notes.push("parts of the finished tree are missing or damaged, and are made again".to_owned());
+            outcome
+                .notes
+                .push("parts of the finished tree are missing or damaged, and are made again".to_owned());
         } else {
             self.check_space(dir, &selected, &[])?;
             fs::create_dir_all(dir).map_err(RepackError::io("create", dir))?;
@@ -220,7 +221,7 @@ impl<'a> Repack<'a> {
         if !outcome.missing.is_empty() {
             return Ok(outcome);
         }
-        let whole = self.report(completed);
+        let whole = self.report(completed)?;
         finish::write(dir, &self.plan, &self.extras, &whole)?;
         finish::open(dir, self.source)?;
         journal.remove()?;
@@ -229,7 +230,7 @@ impl<'a> Repack<'a> {
         Ok(outcome)
     }
 
-    fn report(&self, shards: Vec<FileRecord>) -> Report {
+    fn report(&self, shards: Vec<FileRecord>) -> Result<Report, RepackError> {
         finish::report(&self.plan, &self.id, shards, &self.extras)
     }
 
@@ -308,7 +309,8 @@ impl<'a> Repack<'a> {
             shards: Vec<FileRecord>,
         }
         let path = dir.join(REPORT_FILE);
-        let invalid = |e: serde_json::Error| RepackError::Journal { path: path.clone(), message: e.to_string() };
+        let invalid =
+            |e: serde_json::Error| RepackError::Journal { path: path.clone(), message: e.to_string() };
         let finished: Finished = serde_json::from_slice(&read_small(&path)?).map_err(invalid)?;
         self.check_begun(dir, &Begun::new(finished.recipe, finished.source, Vec::new()))?;
         Ok(finished.shards)

@@ -101,7 +101,8 @@ pub(super) fn existing(path: &Path) -> &Path {
 pub(super) fn free_bytes(dir: &Path) -> Result<u64, RepackError> {
     let absolute = std::path::absolute(dir).map_err(RepackError::io("resolve", dir))?;
     let place = existing(&absolute);
-    let stat = rustix::fs::statvfs(place).map_err(|e| RepackError::io("ask for the free space of", place)(e.into()))?;
+    let stat = rustix::fs::statvfs(place)
+        .map_err(|e| RepackError::io("ask for the free space of", place)(e.into()))?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
@@ -110,5 +111,9 @@ pub(super) fn partial_bytes(dir: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };
     let is_partial = |name: &OsStr| name.to_string_lossy().ends_with(PARTIAL);
     let partial = entries.flatten().filter(|item| is_partial(&item.file_name()));
-    partial.filter_map(|item| item.metadata().ok()).filter(fs::Metadata::is_file).map(|m| m.blocks() * 512).sum()
+    partial
+        .filter_map(|item| item.metadata().ok())
+        .filter(fs::Metadata::is_file)
+        .map(|m| m.blocks() * 512)
+        .sum()
 }

@@ -300,7 +300,9 @@ impl<'a> Comparison<'a> {
         }
         if globals[0] != globals[2] {
             let module = matrix_name(layer, expert, 0);
-            return Err(self.differs(format!("`{module}` and w3 of the same expert have different matrix scales")));
+            return Err(
+                self.differs(format!("`{module}` and w3 of the same expert have different matrix scales"))
+            );
         }
         if self.of.plan.experts.format == ExpertFormat::Nvfp4ModelOpt {
             for which in 0..MATRICES.len() {
@@ -315,11 +317,7 @@ impl<'a> Comparison<'a> {
     }
 
     /// Reads bytes of the source into `a`, and a tensor of the result into `b`.
-    fn read_both(
-        &mut self,
-        (shard, begin, len): (usize, u64, usize),
-        name: &str,
-    ) -> Result<(), RepackError> {
+    fn read_both(&mut self, (shard, begin, len): (usize, u64, usize), name: &str) -> Result<(), RepackError> {
         let tensor = self.result_tensor(name)?;
         self.a.resize(len, 0);
         self.source.read(shard, begin, &mut self.a)?;
@@ -465,12 +463,7 @@ fn equal_bytes(blocks: &[[u8; BLOCK]], source: &[u8], result: &[u8]) -> Counts {
 }
 
 /// E8M0 in the source, pairs of E4M3 in the result.
-fn equal_values(
-    blocks: &[[u8; BLOCK]],
-    source: &[u8],
-    result: &[u8],
-    table: &[Option<u8>; 256],
-) -> Counts {
+fn equal_values(blocks: &[[u8; BLOCK]], source: &[u8], result: &[u8], table: &[Option<u8>; 256]) -> Counts {
     let (pairs, _) = result.as_chunks::<2>();
     let (mut live, mut zero, mut other) = (0, 0, 0);
     for (block, (codes, (&e, pair))) in blocks.iter().zip(source.iter().zip(pairs)).enumerate() {

@@ -49,7 +49,13 @@ fn quantized(t: &Tensor, format: LinearFormat) -> (Vec<Tensor>, Matrix) {
                 part("weight_scale", "F8_E4M3", &[rows, cols / 16], &s),
                 part("weight_global_scale", "F32", &[1], &f32s(&[1.0 / g])),
             ],
-            Matrix::nvfp4(rows, cols, codes.into(), scales.into(), GlobalScale::Divisor(ScaleDivisor(1.0 / g))),
+            Matrix::nvfp4(
+                rows,
+                cols,
+                codes.into(),
+                scales.into(),
+                GlobalScale::Divisor(ScaleDivisor(1.0 / g)),
+            ),
         ),
         LinearFormat::Nvfp4ModelOpt => (
             vec![
@@ -186,7 +192,9 @@ fn every_format_opens_and_yields_its_matrices() {
         let others: Vec<_> = others.collect();
         if format == LinearFormat::Int4 {
             // Widths of 96 and 160 are no multiples of 64.
-            assert!(matches!(others[..], [Warning::ListedModulesAreNotQuantized { count, .. }] if *count > 0));
+            assert!(
+                matches!(others[..], [Warning::ListedModulesAreNotQuantized { count, .. }] if *count > 0)
+            );
         } else {
             assert!(others.is_empty(), "{format}: {others:?}");
         }
@@ -221,11 +229,19 @@ fn incomplete_or_unfitting_parts_are_refused() {
     let part = |part: &str| format!("{Q_PROJ}.{part}");
     let without = |name: &'static str| move |s: &mut Snapshot| _ = s.remove(&part(name));
     check(CompressedTensors, without("weight_scale"), "weight_scale: missing, expected F8_E4M3 [256, 8]");
-    check(CompressedTensors, without("weight_global_scale"), "weight_global_scale: missing, expected F32 [1]");
-    check(CompressedTensors, |s| {
-        s.remove(&part("weight_packed"));
-        s.remove(&part("weight_scale"));
-    }, "q_proj.weight: missing, expected or");
+    check(
+        CompressedTensors,
+        without("weight_global_scale"),
+        "weight_global_scale: missing, expected F32 [1]",
+    );
+    check(
+        CompressedTensors,
+        |s| {
+            s.remove(&part("weight_packed"));
+            s.remove(&part("weight_scale"));
+        },
+        "q_proj.weight: missing, expected or",
+    );
     check(ModelOpt, without("weight_scale_2"), "weight_scale_2: missing, expected F32 []");
     check(Int4, without("weight_shape"), "weight_shape: missing, expected I64 [2]");
     check(Int4, without("weight_scale"), "weight_scale: missing, expected BF16 [256, 2]");
@@ -233,18 +249,24 @@ fn incomplete_or_unfitting_parts_are_refused() {
 
     let surplus = "does not belong to a matrix stored as";
     let add = |name: &'static str, dtype: &'static str, n: usize| {
-        move |s: &mut Snapshot| s.add(&part(name), dtype, &[n as u64], vec![0x3c; n * if dtype == "I64" { 8 } else { 4 }])
+        move |s: &mut Snapshot| {
+            s.add(&part(name), dtype, &[n as u64], vec![0x3c; n * if dtype == "I64" { 8 } else { 4 }]);
+        }
     };
     check(CompressedTensors, add("weight_scale_2", "F32", 1), surplus);
     check(ModelOpt, add("weight_global_scale", "F32", 1), surplus);
     check(Int8, add("weight_shape", "I64", 2), surplus);
     check(Int8, add("weight_zero_point", "F32", 1), "not a tensor of this model");
-    check(CompressedTensors, |s| {
-        let gate = "language_model.model.layers.0.self_attn.f_a_proj.weight";
-        let bytes = s.get(gate).bytes.clone();
-        let shape = s.get(gate).shape.clone();
-        s.add(&part("weight"), "BF16", &shape, bytes);
-    }, surplus);
+    check(
+        CompressedTensors,
+        |s| {
+            let gate = "language_model.model.layers.0.self_attn.f_a_proj.weight";
+            let bytes = s.get(gate).bytes.clone();
+            let shape = s.get(gate).shape.clone();
+            s.add(&part("weight"), "BF16", &shape, bytes);
+        },
+        surplus,
+    );
 
     let change = |name: &'static str, dtype: &'static str, shape: &'static [u64]| {
         move |s: &mut Snapshot| {
@@ -253,18 +275,27 @@ fn incomplete_or_unfitting_parts_are_refused() {
         }
     };
     check(CompressedTensors, change("weight_packed", "U8", &[128, 128]), "expected U8 [256, 64]");
-    check(CompressedTensors, change("weight_packed", "I8", &[256, 64]), "expected U8 [256, 64] (NVFP4) or I32 [256, 16]");
+    check(
+        CompressedTensors,
+        change("weight_packed", "I8", &[256, 64]),
+        "expected U8 [256, 64] (NVFP4) or I32 [256, 16]",
+    );
     check(CompressedTensors, change("weight_scale", "U8", &[256, 8]), "expected F8_E4M3 [256, 8]");
     check(Int8, change("weight_scale", "F16", &[256, 1]), "expected BF16 [256, 1]");
     check(Int8, change("weight_scale", "BF16", &[1, 256]), "expected BF16 [256, 1]");
     check(Int4, change("weight_scale", "BF16", &[128, 4]), "expected BF16 [256, 2]");
 
-    let value = |name: &'static str, bytes: Vec<u8>| move |s: &mut Snapshot| s.get(&part(name)).bytes = bytes.clone();
+    let value =
+        |name: &'static str, bytes: Vec<u8>| move |s: &mut Snapshot| s.get(&part(name)).bytes = bytes.clone();
     let swapped: Vec<u8> = [128u64, 256].iter().flat_map(|n| n.to_le_bytes()).collect();
     check(Int4, value("weight_shape", swapped), "it says [128, 256], but the matrix is [256, 128]");
     check(ModelOpt, value("weight_scale_2", f32s(&[65536.0])), "written in the inverse sense");
     check(CompressedTensors, value("weight_global_scale", f32s(&[1e-5])), "written in the inverse sense");
-    check(CompressedTensors, value("weight_global_scale", f32s(&[f32::NAN])), "must be a normal number above 0");
+    check(
+        CompressedTensors,
+        value("weight_global_scale", f32s(&[f32::NAN])),
+        "must be a normal number above 0",
+    );
 }
 
 /// q_b_proj has 96 columns here.
@@ -323,7 +354,9 @@ fn what_steers_is_never_quantized() {
         set_config(&mut s, LinearFormat::Int8);
         quantize(&mut s, name, LinearFormat::Int8);
         match s.problem() {
-            TensorProblem::NeverQuantized { name: found } => assert_eq!(found, format!("{name}.weight_scale")),
+            TensorProblem::NeverQuantized { name: found } => {
+                assert_eq!(found, format!("{name}.weight_scale"));
+            }
             other => panic!("{name}: {other}"),
         }
     }
@@ -360,7 +393,10 @@ fn config_and_tensors_are_compared() {
         _ = g.as_object_mut().expect("groups").remove("group_1");
         set(s, g);
     });
-    assert!(text.starts_with("INT8; ") && text.contains("group_0.format = \"mxfp4-pack-quantized\""), "{text}");
+    assert!(
+        text.starts_with("INT8; ") && text.contains("group_0.format = \"mxfp4-pack-quantized\""),
+        "{text}"
+    );
     // Said to be another format.
     let text = disagreement(&|s| {
         let mut g = groups(s);
@@ -379,7 +415,8 @@ fn config_and_tensors_are_compared() {
 
     // A list of exceptions that is too long is reported, and the tensors decide.
     let (mut s, _) = whole(LinearFormat::Int8);
-    s.text()["quantization_config"]["ignore"] = json!(["re:.*self_attn.*", "model.layers.1.mlp.shared_experts.up_proj"]);
+    s.text()["quantization_config"]["ignore"] =
+        json!(["re:.*self_attn.*", "model.layers.1.mlp.shared_experts.up_proj"]);
     let checkpoint = s.good();
     let ignored: Vec<&str> = checkpoint
         .warnings()
@@ -410,5 +447,8 @@ fn a_matrix_that_model_opt_does_not_list_is_refused() {
     let (problems, total) = s.problems();
     assert_eq!(total, 2);
     assert!(problems.iter().all(|p| matches!(p, TensorProblem::Disagrees { .. })), "{problems:?}");
-    assert!(problems.iter().any(|p| p.to_string().contains("layers.0.self_attn.k_proj = \"FP8\"")), "{problems:?}");
+    assert!(
+        problems.iter().any(|p| p.to_string().contains("layers.0.self_attn.k_proj = \"FP8\"")),
+        "{problems:?}"
+    );
 }

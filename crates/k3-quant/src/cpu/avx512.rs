@@ -2,14 +2,12 @@
 //! loops of [`super`] compute: the same lanes, products and sums apart, the same tree at the end.
 
 use std::arch::x86_64::{
-    __m512, _mm_loadu_si128, _mm512_add_ps, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32, _mm512_loadu_ps, _mm512_mask_blend_ps,
-    _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_srli_epi32,
-    _mm512_storeu_ps,
+    __m512, _mm_loadu_si128, _mm512_add_ps, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32,
+    _mm512_loadu_ps, _mm512_mask_blend_ps, _mm512_mul_ps, _mm512_permutexvar_ps, _mm512_set1_ps,
+    _mm512_setzero_ps, _mm512_srli_epi32, _mm512_storeu_ps,
 };
 
-use super::plain::{
-    add_int8_rest, add_rest, decode_half_step, fp8_value, scale_value, tree_sum, whole_step,
-};
+use super::plain::{add_int8_rest, add_rest, decode_half_step, fp8_value, scale_value, tree_sum, whole_step};
 use super::{LANES, STEP};
 use crate::{E2M1, E4M3, E8M0, ScaleRow, int4_value};
 

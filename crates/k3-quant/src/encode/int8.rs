@@ -66,5 +66,5 @@ fn scale(largest: bf16) -> bf16 {
     let quotient = bf16::from_f32(widen(largest) / LARGEST).max(bf16::MIN_POSITIVE);
     let too_low = |s: bf16| f64::from(widen(s)) * f64::from(LARGEST) < f64::from(widen(largest));
     let near = (quotient.to_bits() - 1).max(bf16::MIN_POSITIVE.to_bits());
-    (near..).map(bf16::from_bits).find(|s| !too_low(*s)).unwrap_or(quotient)
+    (near..=bf16::MAX.to_bits()).map(bf16::from_bits).find(|s| !too_low(*s)).unwrap_or(quotient)
 }

@@ -67,7 +67,11 @@ impl Grid for Nvfp4 {
     fn start(&self, positive: f32, _: f32) -> i32 {
         let full = positive / Self::RANGE[0];
         // The byte of the largest scale that is not above it; subnormals have a fixed step.
-        let byte = if full < 1.0 / 64.0 { (full * 512.0) as i32 } else { (full.to_bits() >> 20) as i32 - (120 << 3) };
+        let byte = if full < 1.0 / 64.0 {
+            (full * 512.0) as i32
+        } else {
+            (full.to_bits() >> 20) as i32 - (120 << 3)
+        };
         byte - 3
     }
     #[inline(always)]

@@ -100,7 +100,8 @@ fn window() {
 
 /// The codes of 2^-9 to 2^8 (`docs/nvfp4.md` 2).
 const POWERS_OF_TWO: [u8; 18] = [
-    0x01, 0x02, 0x04, 0x08, 0x10, 0x18, 0x20, 0x28, 0x30, 0x38, 0x40, 0x48, 0x50, 0x58, 0x60, 0x68, 0x70, 0x78,
+    0x01, 0x02, 0x04, 0x08, 0x10, 0x18, 0x20, 0x28, 0x30, 0x38, 0x40, 0x48, 0x50, 0x58, 0x60, 0x68, 0x70,
+    0x78,
 ];
 
 #[test]
@@ -116,7 +117,11 @@ fn zero_blocks_with_every_exponent() {
         assert_eq!(cast.replaced(&row.census), u64::from(code.is_none()), "{e}");
         // Nothing is live: m = 0, so 2^-9..2^8 fit.
         let fits = (118..=135).contains(&e);
-        check(&[(e, false)], 0, &[if fits { E4M3::from_power_of_two(i32::from(e) - 127).unwrap().0 } else { 0x38 }]);
+        check(
+            &[(e, false)],
+            0,
+            &[if fits { E4M3::from_power_of_two(i32::from(e) - 127).unwrap().0 } else { 0x38 }],
+        );
     }
 }
 
