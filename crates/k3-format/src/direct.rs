@@ -12,6 +12,7 @@ pub(crate) const DIRECT_ALIGN: usize = 4096;
 pub(crate) const DIRECT_BYTES: usize = 4 << 20;
 
 /// The flag for opening, where the system has one.
+#[cfg_attr(target_os = "linux", allow(clippy::unnecessary_wraps, reason = "other systems have none"))]
 pub(crate) fn direct_flag() -> io::Result<i32> {
     #[cfg(target_os = "linux")]
     return Ok(rustix::fs::OFlags::DIRECT.bits() as i32);

@@ -15,7 +15,7 @@ use super::peak_memory;
 
 /// Arguments of `cargo xtask bench repack`.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Args {
+pub(super) struct Args {
     /// Convert this snapshot [default: one made with `synth --geometry k31` and the numbers below]
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,

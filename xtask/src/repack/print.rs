@@ -22,7 +22,7 @@ pub(super) fn plan(source: &Checkpoint, repack: &Repack<'_>) -> Result<()> {
         plan.recipe
     ))?;
     let stride = plan.experts.len as u64;
-    let aligned = if stride % 4096 == 0 { "a multiple of 4096" } else { "no multiple of 4096" };
+    let aligned = if stride.is_multiple_of(4096) { "a multiple of 4096" } else { "no multiple of 4096" };
     say(format_args!("every layer's experts stand in id order, {stride} bytes apart ({aligned})"))?;
     for dropped in &plan.dropped {
         say(format_args!(

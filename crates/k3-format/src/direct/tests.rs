@@ -9,9 +9,9 @@ struct Hesitant {
 
 impl ReadAt for Hesitant {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        assert!(offset % DIRECT_ALIGN as u64 == 0 && buf.len() % DIRECT_ALIGN == 0);
+        assert!(offset.is_multiple_of(DIRECT_ALIGN as u64) && buf.len().is_multiple_of(DIRECT_ALIGN));
         self.calls.set(self.calls.get() + 1);
-        if self.calls.get() % 3 == 0 {
+        if self.calls.get().is_multiple_of(3) {
             return Err(io::ErrorKind::Interrupted.into());
         }
         let rest = &self.bytes[self.bytes.len().min(offset as usize)..];

@@ -32,7 +32,7 @@ pub enum RepackError {
         "the target has no room for `{}`; {completed} of {shards} shards are complete and stay: free {needed} bytes on \
          its file system and run the same command again, which goes on from there", .path.display()
     )]
-    Full { path: PathBuf, completed: usize, shards: usize, needed: u64, source: ShardError },
+    Full { path: PathBuf, completed: usize, shards: usize, needed: u64, source: io::Error },
     /// The experts of the source are not those that are converted.
     #[error(
         "the routed experts of `{}` are {found}; only MXFP4, as the model is published, is repacked: give the \

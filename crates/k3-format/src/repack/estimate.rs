@@ -79,7 +79,7 @@ pub(super) fn measure(
     Ok(Estimate {
         read_bytes,
         write_bytes,
-        free_bytes: target::free_bytes(dir)? + target::partial_bytes(dir),
+        free_bytes: target::free_bytes(dir)? + target::leftover_bytes(dir, &plan.shards),
         shards: todo.len(),
         complete,
         jobs,

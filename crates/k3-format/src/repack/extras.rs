@@ -84,7 +84,7 @@ fn is_copied(name: &str) -> bool {
         && is_printable(name)
         && !name.starts_with('.')
         && !REPLACED.contains(&name)
-        && !Path::new(&lower).extension().is_some_and(|e| e == "partial")
+        && Path::new(&lower).extension().is_none_or(|e| e != "partial")
 }
 
 #[cfg(test)]

@@ -155,9 +155,9 @@ impl Work<'_> {
             let made = self.make(shard, threads, &mut reader, Sink::new(full, empty, capacity), stop);
             let written = writing.join().unwrap_or(Err(RepackError::WriterEnded));
             match (made, written) {
-                // Without a writer nothing is made; its own error tells why.
-                (Err(RepackError::WriterEnded), Err(error)) | (Err(error), _) | (_, Err(error)) => Err(error),
                 (Ok(made), Ok(Some(written))) => Ok((made, written)),
+                // Without a writer nothing is made; its own error tells why.
+                (Err(RepackError::WriterEnded) | Ok(_), Err(error)) | (Err(error), _) => Err(error),
                 (Ok(_), Ok(None)) => Err(RepackError::WriterEnded),
             }
         })?;
@@ -221,6 +221,10 @@ impl Work<'_> {
 }
 
 /// Writes what comes; `None` if it ends before the shard is whole.
+#[allow(
+    clippy::needless_pass_by_value,
+    reason = "when this ends its channels must, or the other end would wait"
+)]
 fn write(
     mut writer: ShardWriter,
     pieces: Receiver<Piece>,

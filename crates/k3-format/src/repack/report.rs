@@ -222,6 +222,7 @@ impl LayerExponentsOfAll {
     }
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde asks for")]
 fn as_text<S: serde::Serializer>(recipe: &Recipe, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(recipe)
 }

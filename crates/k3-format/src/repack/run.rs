@@ -185,7 +185,7 @@ impl<'a> Repack<'a> {
             outcome
                 .notes
                 .push("parts of the finished tree are missing or damaged, and are made again".to_owned());
-        } else {
+        } else if state == State::Fresh {
             self.check_space(dir, &selected, &[])?;
             fs::create_dir_all(dir).map_err(RepackError::io("create", dir))?;
         }
@@ -193,15 +193,15 @@ impl<'a> Repack<'a> {
         let mut journal = Journal::open(dir)?;
         let times = times(self.source)?;
         let recipe = self.plan.recipe.to_string();
-        match journal.begun.clone() {
-            Some(begun) => self.check_begun(dir, &begun)?,
-            None => {
-                journal.begin(Begun::new(recipe, self.id.clone(), times.clone()))?;
-                for record in self.completed(dir, earlier) {
-                    journal.complete(record)?;
-                }
+        if let Some(begun) = journal.begun.clone() {
+            self.check_begun(dir, &begun)?;
+        } else {
+            journal.begin(Begun::new(recipe, self.id.clone(), times.clone()))?;
+            for record in self.completed(dir, earlier) {
+                journal.complete(record)?;
             }
         }
+        target::remove_leftovers(dir, &self.plan.shards)?;
         let completed = self.completed(dir, journal.records.clone());
         if journal.begun.as_ref().is_some_and(|begun| begun.times != times) && !completed.is_empty() {
             outcome.notes.push(format!(
@@ -282,7 +282,7 @@ impl<'a> Repack<'a> {
         let extras: u64 = self.extras.outputs.iter().map(|(_, bytes)| bytes.len() as u64).sum();
         let finishes = todo.len() + completed.len() == self.plan.shards.len();
         let needed = shards + BESIDE + if finishes { index + extras } else { 0 };
-        let free = target::free_bytes(dir)? + target::partial_bytes(dir);
+        let free = target::free_bytes(dir)? + target::leftover_bytes(dir, &self.plan.shards);
         if needed > free {
             return Err(RepackError::NoSpace { dir: dir.to_owned(), needed, free });
         }
@@ -411,18 +411,15 @@ impl<'a> Repack<'a> {
             matches!(e.kind(), StorageFull | QuotaExceeded | FileTooLarge)
         };
         let total: u64 = todo.iter().map(|&i| self.plan.shards[i].file_bytes).sum();
-        match error {
+        let (path, source) = match error {
             RepackError::Shard(ShardError::Io { doing: "write", path, cause }) if full(&cause) => {
-                RepackError::Full {
-                    path: path.clone(),
-                    completed,
-                    shards: self.plan.shards.len(),
-                    needed: total.saturating_sub(done),
-                    source: ShardError::Io { doing: "write", path, cause },
-                }
+                (path, cause)
             }
-            other => other,
-        }
+            RepackError::Io { doing: "write", path, source } if full(&source) => (path, source),
+            other => return other,
+        };
+        let (shards, needed) = (self.plan.shards.len(), total.saturating_sub(done));
+        RepackError::Full { path, completed, shards, needed, source }
     }
 
     fn verify(

@@ -1,6 +1,5 @@
 //! Where a tree may be written: never through a link, never into the source.
 
-use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,6 +11,7 @@ use crate::printable::printable;
 use super::REPORT_FILE;
 use super::error::RepackError;
 use super::journal::JOURNAL_FILE;
+use super::plan::ShardPlan;
 
 /// What is at the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,23 +97,36 @@ pub(super) fn existing(path: &Path) -> &Path {
     path.ancestors().find(|path| fs::symlink_metadata(path).is_ok()).unwrap_or(Path::new("/"))
 }
 
-/// Free bytes of the file system of `dir`, which need not exist.
+/// Free bytes of the file system of `dir`, which need not exist but must be writable.
 pub(super) fn free_bytes(dir: &Path) -> Result<u64, RepackError> {
     let absolute = std::path::absolute(dir).map_err(RepackError::io("resolve", dir))?;
     let place = existing(&absolute);
     let stat = rustix::fs::statvfs(place)
         .map_err(|e| RepackError::io("ask for the free space of", place)(e.into()))?;
+    if stat.f_flag.contains(rustix::fs::StatVfsMountFlags::RDONLY) {
+        let what = "it is on a read-only file system".to_owned();
+        return Err(RepackError::Target { dir: dir.to_owned(), what });
+    }
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Bytes that unfinished files in `dir` take, which the next run replaces.
-pub(super) fn partial_bytes(dir: &Path) -> u64 {
-    let Ok(entries) = fs::read_dir(dir) else { return 0 };
-    let is_partial = |name: &OsStr| name.to_string_lossy().ends_with(PARTIAL);
-    let partial = entries.flatten().filter(|item| is_partial(&item.file_name()));
-    partial
-        .filter_map(|item| item.metadata().ok())
-        .filter(fs::Metadata::is_file)
-        .map(|m| m.blocks() * 512)
-        .sum()
+/// Unfinished files of these shards in `dir`, which an earlier run left, with the bytes that they take.
+fn leftovers<'a>(dir: &'a Path, shards: &'a [ShardPlan]) -> impl Iterator<Item = (PathBuf, u64)> + 'a {
+    shards.iter().filter_map(move |shard| {
+        let path = dir.join(format!("{}{PARTIAL}", shard.name));
+        let metadata = fs::symlink_metadata(&path).ok().filter(fs::Metadata::is_file)?;
+        Some((path, metadata.blocks() * 512))
+    })
+}
+
+/// Bytes that the next run will free.
+pub(super) fn leftover_bytes(dir: &Path, shards: &[ShardPlan]) -> u64 {
+    leftovers(dir, shards).map(|(_, bytes)| bytes).sum()
+}
+
+/// Removes them. Who holds the lock of the journal is the only one who makes such files.
+pub(super) fn remove_leftovers(dir: &Path, shards: &[ShardPlan]) -> Result<(), RepackError> {
+    leftovers(dir, shards).try_for_each(|(path, _)| {
+        fs::remove_file(&path).map_err(RepackError::io("remove the unfinished", &path))
+    })
 }
