@@ -26,7 +26,7 @@ fn never_into_the_source() {
     fs::create_dir(out("real")).expect("made");
     symlink(out("real"), out("to real")).expect("linked");
     let inside = |path: PathBuf| {
-        assert!(matches!(attempt(source, &path), RepackError::TargetInSource { .. }), "{path:?}")
+        assert!(matches!(attempt(source, &path), RepackError::TargetInSource { .. }), "{path:?}");
     };
     inside(source.to_owned());
     inside(source.join("below/deep"));
