@@ -85,7 +85,7 @@ impl ModelArgs {
         if is_demonstration {
             tell(format_args!(
                 "demonstration model (nano), not Kimi: it looks up the weather and the time in a city, greets, and \
-                 remembers short lists; name a snapshot folder to run a model of yours\n"
+                 finds facts in a list; name a snapshot folder to run a model of yours\n"
             ));
         }
         let tokenizer = self.tokenizer.clone().unwrap_or(dir);
