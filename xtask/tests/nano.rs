@@ -112,7 +112,11 @@ fn the_indexer_matters_to_the_trained_model() {
     assert!(found.len() >= 10, "{found:?}");
     for prompt in &found {
         assert!(prompt.tokens > 64 && prompt.indexer < 1e-5, "{prompt:?}");
-        assert!(prompt.dense > 1e-3 && prompt.random > 1e-2, "{prompt:?}");
+        // Far beyond rounding. Dense attention adds only keys that the indexer found to matter little.
+        assert!(prompt.dense > 10.0 * prompt.indexer && prompt.random > 1e-2, "{prompt:?}");
+        if prompt.name.ends_with("recall512") {
+            assert!(prompt.dense > 1e-3 && prompt.random > 0.5, "{prompt:?}");
+        }
     }
 }
 

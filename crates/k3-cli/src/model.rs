@@ -65,7 +65,7 @@ pub(crate) enum DeviceName {
 /// them is refused before.
 pub(crate) struct Snapshot {
     pub(crate) checkpoint: Arc<Checkpoint>,
-    /// Nobody named a model, and this is the one of the repository.
+    /// It is the one of the repository, named or not.
     pub(crate) is_demonstration: bool,
     tokenizer: PathBuf,
     options: EngineOptions,
@@ -75,7 +75,7 @@ impl ModelArgs {
     /// Opens the snapshot, or the demonstration model, saying so.
     pub(crate) fn open(&self) -> Result<Snapshot> {
         let (dir, is_demonstration) = match &self.dir {
-            Some(dir) => (dir.clone(), false),
+            Some(dir) => (dir.clone(), is_the_demonstration(dir)),
             None => (demonstration(&candidates())?, true),
         };
         let mut options = EngineOptions::default();
@@ -154,6 +154,12 @@ impl Snapshot {
 fn candidates() -> [PathBuf; 2] {
     let nano = |root: &str| Path::new(root).join("fixtures/nano");
     [nano(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")), nano(".")]
+}
+
+/// Whether a folder that was named is the demonstration model's.
+fn is_the_demonstration(dir: &Path) -> bool {
+    let real = |dir: &Path| dir.canonicalize().ok();
+    real(dir).is_some_and(|named| candidates().iter().any(|known| real(known).as_ref() == Some(&named)))
 }
 
 fn demonstration(candidates: &[PathBuf]) -> Result<PathBuf> {

@@ -273,8 +273,9 @@ fn speak<D: Device>(
     match (scene, tokenizer) {
         (None, _) => {}
         (Some(_), None) => {
-            let why = "there is no tiktoken.model beside the weights";
-            report.checks.extend(["tool call", "tool answer"].map(|name| Check::skipped(name, why)));
+            let why = "there is a conversation.json, and no tiktoken.model beside it to read it with: the copy of the \
+                       snapshot is not complete";
+            report.checks.push(Check::of("tool call", false, Found::Nothing, why));
         }
         (Some(scene), Some(tokenizer)) => {
             let chatter = Chatter::new(engine, tokenizer)?;
