@@ -8,6 +8,7 @@ mod open;
 mod output;
 mod progress;
 pub mod selfcheck;
+pub mod simulate;
 pub mod synth;
 pub mod trace;
 

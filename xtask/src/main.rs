@@ -6,7 +6,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench, is_closed_pipe, selfcheck, synth, trace};
+use xtask::{bench, is_closed_pipe, selfcheck, simulate, synth, trace};
 
 /// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
 #[derive(Parser)]
@@ -27,6 +27,7 @@ enum Command {
     Bench(bench::Args),
     /// Check that this engine computes what it should, on the fixtures or on a checkpoint
     Selfcheck(selfcheck::Args),
+    Simulate(simulate::Args),
     /// Write everything that happens inside the model for a prompt into a file
     Trace(trace::Args),
 }
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Selfcheck(args) => selfcheck::run(&args),
+        Command::Simulate(args) => simulate::run(&args),
         Command::Trace(args) => trace::run(&args),
     };
     match result {

@@ -13,6 +13,9 @@ use std::fmt;
 use k3_quant::Matrix;
 
 mod mapped;
+pub mod policy;
+pub mod simulate;
+pub mod trace;
 
 pub use mapped::{MappedStore, READ_AHEAD};
 
