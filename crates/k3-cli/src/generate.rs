@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
+use k3_experts::ExpertStore;
 use k3_format::{Checkpoint, GenerationConfig};
 use k3_graph::{Cpu, Device, ModelOptions, Reference, check_tokens};
 use k3_runner::{
@@ -21,6 +22,7 @@ use crate::output::{Output, tell};
 use crate::parse::{event_json, reply_json};
 use crate::prompt::{read, refused};
 use crate::request::apply;
+use crate::store::StoreArgs;
 
 /// Generate a reply
 ///
@@ -69,6 +71,8 @@ pub(crate) struct Args {
     /// Tokens of the prompt that are computed together; the result does not depend on it
     #[arg(long, default_value_t = EngineOptions::default().chunk_tokens)]
     chunk: usize,
+    #[command(flatten)]
+    store: StoreArgs,
     /// Run K3.1 without its indexer: another function than it was trained for, past the indexer's budget
     #[arg(long)]
     ignore_indexer: bool,
@@ -171,7 +175,9 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     check_tokens(config, ids, 0).context("the prompt cannot be run")?;
     Sampler::new(generate.sampling.clone(), Vec::new())?;
 
-    let engine = load(checkpoint.clone(), device, &options)?;
+    let (store, experts) = args.store.open(&checkpoint)?;
+    let engine = load(checkpoint.clone(), store, device, &options)?;
+    tell(format_args!("{experts}\n"));
     let s = &generate.sampling;
     tell(format_args!(
         "{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {} tokens\n",
@@ -319,12 +325,17 @@ fn complete<D: Device>(
     out.finish().context("writing the reply to stdout")
 }
 
-fn load<D: Device>(checkpoint: Arc<Checkpoint>, device: D, options: &EngineOptions) -> Result<Engine<D>> {
+fn load<D: Device>(
+    checkpoint: Arc<Checkpoint>,
+    store: Arc<dyn ExpertStore>,
+    device: D,
+    options: &EngineOptions,
+) -> Result<Engine<D>> {
     for warning in checkpoint.warnings() {
         tell(format_args!("note: {warning}\n"));
     }
     let mut clock = Clock::new();
-    let engine = Engine::with_checkpoint(checkpoint, device, options, &mut |progress| {
+    let engine = Engine::with_store(checkpoint, store, device, options, &mut |progress| {
         if let OpenProgress::Loaded { layers, of } = progress {
             clock.line("loading", layers, of);
         }

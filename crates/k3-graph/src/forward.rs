@@ -365,11 +365,10 @@ impl<D: Device> Pass<'_, '_, D> {
         // All reads are issued before anything else is computed; experts are used as they arrive.
         let mut plan = ExpertPlan::new(&routing, self.model.config.moe.num_experts, |row| self.is_lost(row));
         let store = self.store;
-        let k = routing.experts_per_token;
         let mut arrivals = store.fetch(ExpertRequest {
             layer: l,
             experts: &plan.wanted,
-            choices: Choices { ids: &plan.choices, ranks: k, used: k },
+            choices: Choices { ids: &plan.choices, ranks: plan.ranks, used: routing.experts_per_token },
             phase: self.phase,
         });
         let shared = self.gated_mlp(&w.shared_experts, x)?;
