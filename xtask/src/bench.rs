@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: measurements, each as a ratio to a limit measured in the same run.
 
 mod kernels;
+mod store;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -38,12 +39,30 @@ enum What {
     ///
     /// The limit is a plain read of as many bytes.
     Kernels,
+    /// Bytes per second that the expert store reads past the page cache
+    ///
+    /// The limit is threads that read the same experts of the same shards, and do nothing else. A tree for it, 14 GB:
+    /// `cargo xtask synth --geometry k31 --layers 4 --experts 112 DIR`.
+    Store {
+        /// A snapshot with experts of the released size
+        #[arg(long)]
+        model: PathBuf,
+        /// Reads in flight on a drive
+        #[arg(long, default_value_t = 6, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=256))]
+        reads_in_flight: usize,
+        /// Megabytes for experts in memory
+        #[arg(long, default_value_t = 800)]
+        budget_mb: u64,
+    },
 }
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     match &args.what {
         What::Kernels => kernels::run(),
+        What::Store { model, reads_in_flight, budget_mb } => {
+            store::run(model, *reads_in_flight, budget_mb.saturating_mul(1_000_000))
+        }
         What::Index { model: Some(dir), repeat } => index(dir, *repeat),
         What::Index { model: None, repeat } => {
             let parent = tempfile::tempdir().context("making a temporary folder")?;

@@ -1,0 +1,141 @@
+//! Bytes per second that the expert store delivers, against plain reads of the same files.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use k3_experts::slab::{Direct, Reader};
+use k3_experts::{Choices, ExpertId, ExpertRequest, ExpertStore, Phase, SlabOptions, SlabStore};
+use k3_format::{Checkpoint, ExpertLocation, OpenOptions};
+
+/// Both rates are taken this often, in turn: drives change their rate with time.
+const TRIES: usize = 5;
+/// Bytes of one measurement, at least.
+const BYTES: u64 = 4 << 30;
+/// Alignment of direct reads.
+const ALIGN: usize = 4096;
+
+pub(super) fn run(dir: &Path, reads_in_flight: usize, budget_bytes: u64) -> Result<()> {
+    let mut out = std::io::stdout();
+    let checkpoint = Arc::new(Checkpoint::open(dir, &OpenOptions::default())?);
+    let reader: Arc<dyn Reader> = Arc::new(Direct::new(checkpoint.clone())?);
+    let options = SlabOptions { budget_bytes, reads_in_flight, ..SlabOptions::default() };
+    let config = checkpoint.config();
+    let (first, layers) = (config.first_k_dense_replace, config.num_hidden_layers());
+    let (experts, per_token) = (config.moe.num_experts, config.moe.num_experts_per_token);
+    let expert_bytes = checkpoint.experts().layout().len;
+    ensure!(
+        checkpoint.experts().scattered() == 0,
+        "the plain reads need experts in one piece, as in the released shards"
+    );
+    writeln!(
+        out,
+        "{} experts of {expert_bytes} bytes, {reads_in_flight} reads in flight",
+        (layers - first) * experts
+    )?;
+
+    // A token's experts of each layer, at random: nearly all are misses with a budget far below the checkpoint.
+    let mut random = Random(1);
+    let tokens = (BYTES / (expert_bytes * per_token * (layers - first)) as u64).max(1) as usize;
+    let mut ratios = Vec::new();
+    for _ in 0..TRIES {
+        let visits: Vec<(usize, Vec<ExpertId>)> = (0..tokens)
+            .flat_map(|_| first..layers)
+            .map(|layer| (layer, random.distinct(per_token, experts)))
+            .collect();
+        let plain = plain_rate(&checkpoint, &*reader, &visits, reads_in_flight)?;
+        // A new store each time, with empty slots.
+        let store = SlabStore::new(checkpoint.clone(), &reader, options)?;
+        let begin = Instant::now();
+        for (layer, experts) in &visits {
+            let (layer, choices, phase) = (*layer, Choices::default(), Phase::Decode);
+            for expert in store.fetch(ExpertRequest { layer, experts, choices, phase }) {
+                expert.context("fetching an expert")?;
+            }
+        }
+        let counters = store.counters();
+        let rate = counters.bytes_demanded as f64 / begin.elapsed().as_secs_f64();
+        ratios.push(rate / plain);
+        let hit_rate = counters.hits as f64 / counters.requested as f64;
+        writeln!(
+            out,
+            "plain direct reads {:.2} GB/s, store {:.2} GB/s of {:.1} GB read at hit rate {hit_rate:.2}, ratio {:.3}",
+            plain / 1e9,
+            rate / 1e9,
+            counters.bytes_demanded as f64 / 1e9,
+            rate / plain
+        )?;
+    }
+    ratios.sort_by(f64::total_cmp);
+    writeln!(out, "median ratio {:.3}", ratios[TRIES / 2])?;
+    Ok(())
+}
+
+/// Bytes per second of threads that each read one expert after the other, and do nothing else.
+fn plain_rate(
+    checkpoint: &Checkpoint,
+    reader: &dyn Reader,
+    visits: &[(usize, Vec<ExpertId>)],
+    threads: usize,
+) -> Result<f64> {
+    let all: Vec<(usize, ExpertId)> =
+        visits.iter().flat_map(|(layer, ids)| ids.iter().map(|&id| (*layer, id))).collect();
+    let len = (checkpoint.experts().layout().len + ALIGN).next_multiple_of(ALIGN);
+    let next = AtomicUsize::new(0);
+    let begin = Instant::now();
+    let work = || -> Result<u64> {
+        let mut buffer = vec![0; len + ALIGN];
+        let lead = buffer.as_ptr().align_offset(ALIGN);
+        let buffer = &mut buffer[lead..lead + len];
+        let mut bytes = 0;
+        while let Some(&(layer, id)) = all.get(next.fetch_add(1, Relaxed)) {
+            let ExpertLocation::Run { shard, begin } = checkpoint.experts().location(layer, id)? else {
+                continue;
+            };
+            let offset = begin - begin % ALIGN as u64;
+            let mut done = 0;
+            while done < checkpoint.experts().layout().len {
+                let n = reader.read_at(shard, &mut buffer[done..], offset + done as u64)?;
+                ensure!(n > 0, "a shard ended early");
+                done += n;
+            }
+            bytes += done as u64;
+        }
+        Ok(bytes)
+    };
+    let bytes = thread::scope(|scope| -> Result<u64> {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let mut bytes = 0;
+        for thread in threads {
+            bytes += thread.join().expect("a reading thread does not panic")?;
+        }
+        Ok(bytes)
+    })?;
+    Ok(bytes as f64 / begin.elapsed().as_secs_f64())
+}
+
+/// `xorshift64*`
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
+    }
+
+    fn distinct(&mut self, k: usize, of: usize) -> Vec<ExpertId> {
+        let mut ids: Vec<ExpertId> = (0..of as ExpertId).collect();
+        for i in 0..k {
+            let j = i + self.below(of - i);
+            ids.swap(i, j);
+        }
+        ids.truncate(k);
+        ids
+    }
+}
