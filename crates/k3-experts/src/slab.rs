@@ -44,8 +44,8 @@ pub struct SlabOptions {
     pub policy: PolicyName,
     /// Reads in flight on each drive. 4 to 8 whole experts keep one busy; more only adds latency.
     pub reads_in_flight: usize,
-    /// When fewer misses are pending than reads can be in flight, an expert is read in several pieces, none
-    /// smaller than this.
+    /// The last misses of a layer, fewer than reads can be in flight, are read in several pieces each, none smaller
+    /// than this.
     pub piece_bytes: usize,
     /// Experts read on a guess ([`ExpertStore::prefetch`]) that may be in memory at once.
     pub guesses: usize,
@@ -340,9 +340,9 @@ impl ExpertStore for SlabStore {
                 None => unreachable!("expert {id} of layer {} has a slot and no entry", request.layer),
             }
         }
-        let misses = verdicts.iter().filter(|verdict| **verdict != Verdict::Hit).count();
-        let pieces = self.options.reads_in_flight.div_ceil(misses.max(1)).max(1);
-        let mut tickets = Vec::with_capacity(misses);
+        // The fewer reads are left, the more pieces each has: the drive has enough to do until the last.
+        let mut left = verdicts.iter().filter(|verdict| **verdict != Verdict::Hit).count();
+        let mut tickets = Vec::with_capacity(left);
         for (&id, verdict) in known.iter().zip(&verdicts) {
             let key = Key { layer: request.layer, id };
             let keep = match *verdict {
@@ -380,10 +380,12 @@ impl ExpertStore for SlabStore {
                             state.policy.forget(row, id);
                             pending.ready.push_back(Err(error));
                             waiting -= 1;
+                            left -= 1;
                             continue;
                         }
                     };
                     state.counters.bytes_demanded += place.bytes() as u64;
+                    let pieces = self.options.reads_in_flight.div_ceil(left.max(1));
                     let pieces = (pieces, self.options.piece_bytes);
                     let ticket = Arc::new(Ticket::new(key, place, keep, pieces, Urgency::Demand));
                     ticket.join(waiter(id));
@@ -391,6 +393,7 @@ impl ExpertStore for SlabStore {
                     Entry::OnItsWay(ticket)
                 }
             };
+            left -= 1;
             if keep {
                 state.slots.insert(key, entry);
             }
