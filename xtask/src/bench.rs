@@ -41,7 +41,8 @@ enum What {
     Kernels,
     /// Bytes per second that the expert store reads past the page cache
     ///
-    /// The limit is threads that read the same experts of the same shards, and do nothing else. A tree for it, 14 GB:
+    /// The limit is as many threads that read experts of the same shards, whole or in pieces of 4 MiB, and do nothing
+    /// else. A tree for it, 17 GB:
     /// `cargo xtask synth --geometry k31 --layers 4 --experts 112 DIR`.
     Store {
         /// A snapshot with experts of the released size

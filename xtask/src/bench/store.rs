@@ -2,8 +2,8 @@
 
 use std::io::Write as _;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Instant;
 
@@ -16,6 +16,8 @@ use k3_format::{Checkpoint, ExpertLocation, OpenOptions};
 const TRIES: usize = 6;
 /// Bytes of one measurement, at least.
 const BYTES: u64 = 4 << 30;
+/// Bytes of a plain read: the rate of the better is the limit. Drives differ in which they like.
+const PIECES: [usize; 2] = [usize::MAX, 4 << 20];
 /// Alignment of direct reads.
 const ALIGN: usize = 4096;
 
@@ -51,20 +53,32 @@ pub(super) fn run(dir: &Path, reads_in_flight: usize, budget_bytes: u64) -> Resu
         let (mut plain, mut counters, mut rate) = (0.0, Counters::default(), 0.0);
         for step in 0..2 {
             if (turn + step) % 2 == 0 {
-                plain = plain_rate(&checkpoint, &*reader, &visits(), reads_in_flight)?;
-            } else {
-                // A new store each time, with empty slots.
-                let store = SlabStore::new(checkpoint.clone(), &reader, options)?;
-                let visits = visits();
-                let begin = Instant::now();
-                for (layer, experts) in &visits {
-                    let (layer, choices, phase) = (*layer, Choices::default(), Phase::Decode);
-                    for expert in store.fetch(ExpertRequest { layer, experts, choices, phase }) {
-                        expert.context("fetching an expert")?;
-                    }
+                for piece in PIECES {
+                    let rate = plain_rate(&checkpoint, &*reader, &visits(), reads_in_flight, piece)?;
+                    plain = rate.max(plain);
                 }
+            } else {
+                // A new store each time; its memory is touched before the clock starts, as that of the plain reads.
+                let store = SlabStore::new(checkpoint.clone(), &reader, options)?;
+                let fetch = |visits: &[(usize, Vec<ExpertId>)]| -> Result<()> {
+                    for (layer, experts) in visits {
+                        let (layer, choices, phase) = (*layer, Choices::default(), Phase::Decode);
+                        for expert in store.fetch(ExpertRequest { layer, experts, choices, phase }) {
+                            expert.context("fetching an expert")?;
+                        }
+                    }
+                    Ok(())
+                };
+                let visits = visits();
+                fetch(&visits[..visits.len() / 2])?;
+                let before = store.counters();
+                let begin = Instant::now();
+                fetch(&visits)?;
                 let seconds = begin.elapsed().as_secs_f64();
                 counters = store.counters();
+                counters.bytes_demanded -= before.bytes_demanded;
+                counters.hits -= before.hits;
+                counters.requested -= before.requested;
                 rate = counters.bytes_demanded as f64 / seconds;
             }
         }
@@ -84,47 +98,61 @@ pub(super) fn run(dir: &Path, reads_in_flight: usize, budget_bytes: u64) -> Resu
     Ok(())
 }
 
-/// Bytes per second of threads that each read one expert after the other, and do nothing else.
+/// Bytes per second of threads that read experts in pieces of at most `piece` bytes, and do nothing else.
 fn plain_rate(
     checkpoint: &Checkpoint,
     reader: &dyn Reader,
     visits: &[(usize, Vec<ExpertId>)],
     threads: usize,
+    piece: usize,
 ) -> Result<f64> {
-    let all: Vec<(usize, ExpertId)> =
-        visits.iter().flat_map(|(layer, ids)| ids.iter().map(|&id| (*layer, id))).collect();
-    let len = (checkpoint.experts().layout().len + ALIGN).next_multiple_of(ALIGN);
-    let next = AtomicUsize::new(0);
-    let begin = Instant::now();
-    let work = || -> Result<u64> {
-        let mut buffer = vec![0; len + ALIGN];
-        let lead = buffer.as_ptr().align_offset(ALIGN);
-        let buffer = &mut buffer[lead..lead + len];
-        let mut bytes = 0;
-        while let Some(&(layer, id)) = all.get(next.fetch_add(1, Relaxed)) {
-            let ExpertLocation::Run { shard, begin } = checkpoint.experts().location(layer, id)? else {
+    let len = checkpoint.experts().layout().len;
+    let mut reads = Vec::new();
+    for (layer, ids) in visits {
+        for &id in ids {
+            let ExpertLocation::Run { shard, begin } = checkpoint.experts().location(*layer, id)? else {
                 continue;
             };
-            let offset = begin - begin % ALIGN as u64;
+            let (mut offset, end) = (begin - begin % ALIGN as u64, begin + len as u64);
+            while offset < end {
+                let bytes = (end - offset).min(piece as u64);
+                reads.push((shard, offset, bytes as usize));
+                offset += bytes;
+            }
+        }
+    }
+    let longest = piece.min(len + ALIGN).next_multiple_of(ALIGN);
+    let next = AtomicUsize::new(0);
+    // The clock starts when every thread has touched its memory.
+    let start = Barrier::new(threads + 1);
+    let work = || -> Result<u64> {
+        let mut buffer = vec![1_u8; longest + ALIGN];
+        start.wait();
+        let lead = buffer.as_ptr().align_offset(ALIGN);
+        let buffer = &mut buffer[lead..lead + longest];
+        let mut all = 0;
+        while let Some(&(shard, offset, bytes)) = reads.get(next.fetch_add(1, Relaxed)) {
             let mut done = 0;
-            while done < checkpoint.experts().layout().len {
-                let n = reader.read_at(shard, &mut buffer[done..], offset + done as u64)?;
+            while done < bytes {
+                let end = bytes.next_multiple_of(ALIGN);
+                let n = reader.read_at(shard, &mut buffer[done..end], offset + done as u64)?;
                 ensure!(n > 0, "a shard ended early");
                 done += n;
             }
-            bytes += done as u64;
+            all += done as u64;
         }
-        Ok(bytes)
+        Ok(all)
     };
-    let bytes = thread::scope(|scope| -> Result<u64> {
+    thread::scope(|scope| -> Result<f64> {
         let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        start.wait();
+        let begin = Instant::now();
         let mut bytes = 0;
         for thread in threads {
             bytes += thread.join().expect("a reading thread does not panic")?;
         }
-        Ok(bytes)
-    })?;
-    Ok(bytes as f64 / begin.elapsed().as_secs_f64())
+        Ok(bytes as f64 / begin.elapsed().as_secs_f64())
+    })
 }
 
 /// `xorshift64*`
