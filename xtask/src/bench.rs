@@ -2,6 +2,7 @@
 
 mod kernels;
 mod repack;
+mod store;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -44,6 +45,22 @@ enum What {
     /// Once with the source in the page cache and once without. A repack ends with its bytes on the disk and `cp` does
     /// not, so `cp` is also timed with a sync.
     Repack(repack::Args),
+    /// Bytes per second that the expert store reads past the page cache
+    ///
+    /// The limit is as many threads that read experts of the same shards, whole or in pieces of 4 MiB, and do nothing
+    /// else. A tree for it, 17 GB:
+    /// `cargo xtask synth --geometry k31 --layers 4 --experts 112 DIR`.
+    Store {
+        /// A snapshot with experts of the released size
+        #[arg(long)]
+        model: PathBuf,
+        /// Reads in flight on a drive
+        #[arg(long, default_value_t = 6, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=256))]
+        reads_in_flight: usize,
+        /// Megabytes for experts in memory
+        #[arg(long, default_value_t = 800)]
+        budget_mb: u64,
+    },
 }
 
 /// Runs the command.
@@ -51,6 +68,9 @@ pub fn run(args: &Args) -> Result<()> {
     match &args.what {
         What::Kernels => kernels::run(),
         What::Repack(args) => repack::run(args),
+        What::Store { model, reads_in_flight, budget_mb } => {
+            store::run(model, *reads_in_flight, budget_mb.saturating_mul(1_000_000))
+        }
         What::Index { model: Some(dir), repeat } => index(dir, *repeat),
         What::Index { model: None, repeat } => {
             let parent = tempfile::tempdir().context("making a temporary folder")?;

@@ -12,6 +12,7 @@ mod progress;
 mod prompt;
 pub mod repack;
 pub mod selfcheck;
+pub mod simulate;
 pub mod synth;
 pub mod trace;
 

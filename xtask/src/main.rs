@@ -6,7 +6,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench, drift, is_closed_pipe, nano, repack, selfcheck, synth, trace};
+use xtask::{bench, drift, is_closed_pipe, nano, repack, selfcheck, simulate, synth, trace};
 
 /// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
 #[derive(Parser)]
@@ -32,6 +32,7 @@ enum Command {
     Repack(repack::Args),
     /// Check that this engine computes what it should, on the fixtures or on a checkpoint
     Selfcheck(selfcheck::Args),
+    Simulate(simulate::Args),
     /// Write everything that happens inside the model for a prompt into a file
     Trace(trace::Args),
 }
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
         Command::Drift(args) => drift::run(&args),
         Command::Repack(args) => repack::run(&args),
         Command::Selfcheck(args) => selfcheck::run(&args),
+        Command::Simulate(args) => simulate::run(&args),
         Command::Trace(args) => trace::run(&args),
     };
     match result {

@@ -11,6 +11,7 @@ mod output;
 mod parse;
 mod prompt;
 mod request;
+mod store;
 mod tokens;
 
 use std::process::ExitCode;

@@ -12,6 +12,7 @@ use k3_tokenizer::Tokenizer;
 
 use crate::clock::Clock;
 use crate::output::tell;
+use crate::store::StoreArgs;
 
 /// Arguments of every command that runs a model.
 #[derive(Debug, clap::Args)]
@@ -48,6 +49,8 @@ pub(crate) struct ModelArgs {
     /// Tokens of the prompt that are computed together; the result does not depend on it
     #[arg(long, default_value_t = EngineOptions::default().chunk_tokens)]
     chunk: usize,
+    #[command(flatten)]
+    store: StoreArgs,
     /// Run K3.1 without its indexer: another function than it was trained for, past the indexer's budget
     #[arg(long)]
     ignore_indexer: bool,
@@ -69,6 +72,7 @@ pub(crate) struct Snapshot {
     pub(crate) is_demonstration: bool,
     tokenizer: PathBuf,
     options: EngineOptions,
+    store: StoreArgs,
 }
 
 impl ModelArgs {
@@ -89,7 +93,7 @@ impl ModelArgs {
             ));
         }
         let tokenizer = self.tokenizer.clone().unwrap_or(dir);
-        Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options })
+        Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options, store: self.store.clone() })
     }
 
     /// The checkpoint's values where the flags are silent, the vendor's recommendation where both are. The
@@ -128,14 +132,16 @@ impl Snapshot {
         for warning in self.checkpoint.warnings() {
             tell(format_args!("note: {warning}\n"));
         }
+        let (store, experts) = self.store.open(&self.checkpoint)?;
         let mut clock = Clock::new();
         let engine =
-            Engine::with_checkpoint(self.checkpoint.clone(), device, &self.options, &mut |progress| {
+            Engine::with_store(self.checkpoint.clone(), store, device, &self.options, &mut |progress| {
                 if let OpenProgress::Loaded { layers, of } = progress {
                     clock.line("loading", layers, of);
                 }
             })?;
         clock.clear();
+        tell(format_args!("{experts}\n"));
         tell(format_args!(
             "{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {max_tokens} tokens\n",
             self.checkpoint.variant(),

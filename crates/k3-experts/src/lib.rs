@@ -13,8 +13,15 @@ use std::fmt;
 use k3_quant::Matrix;
 
 mod mapped;
+pub mod policy;
+mod retire;
+pub mod simulate;
+pub mod slab;
+pub mod trace;
 
 pub use mapped::{MappedStore, READ_AHEAD};
+pub use retire::{Completion, Retirement};
+pub use slab::{SlabOptions, SlabStore};
 
 /// Index of a routed expert within its layer.
 pub type ExpertId = u32;
@@ -27,8 +34,21 @@ pub struct ExpertRequest<'a> {
     /// Distinct experts, the most wanted first: by best gate rank over the tokens of the batch, then by number
     /// of tokens, then by id. A store admits to its cache in this order.
     pub experts: &'a [ExpertId],
+    /// What each token chose, for stores that keep what is likely to be asked for again.
+    pub choices: Choices<'a>,
     /// What the batch is doing.
     pub phase: Phase,
+}
+
+/// The router's choices for the tokens of a batch.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Choices<'a> {
+    /// `[tokens, ranks]`, oldest token first, best rank first.
+    pub ids: &'a [ExpertId],
+    /// Ranks of each token: those it uses, and behind them those that nearly came. 0: not known.
+    pub ranks: usize,
+    /// Ranks that a token uses.
+    pub used: usize,
 }
 
 /// Why experts are asked for. Policies differ: lookahead is off in prefill.
@@ -68,6 +88,10 @@ pub trait ExpertStore: Send + Sync {
     /// ignored.
     fn prefetch(&self, _layer: usize, _experts: &[ExpertId]) {}
 
+    /// Gives an expert back that work in flight still reads: its bytes stay until `after` is complete. Handles
+    /// complete in the order in which they were given; nobody waits for them.
+    fn retire(&self, expert: Expert, after: Box<dyn Completion>);
+
     /// What was moved so far.
     fn counters(&self) -> Counters;
 }
@@ -80,12 +104,26 @@ pub struct Counters {
     pub requested: u64,
     /// Of those, found in memory that the store manages.
     pub hits: u64,
+    /// Of those, on the way when they were asked for.
+    pub joined: u64,
     /// Of those, read.
     pub misses: u64,
+    /// Of the misses, read for one use and not kept.
+    pub bypassed: u64,
     /// Bytes handed over.
     pub bytes: u64,
+    /// Bytes read because they were asked for, with what alignment adds.
+    pub bytes_demanded: u64,
+    /// Bytes read on a guess.
+    pub bytes_guessed: u64,
+    /// Of those, never asked for.
+    pub bytes_wasted: u64,
     /// Experts that left memory to make room.
     pub evictions: u64,
+    /// Times that the oldest retired lease was asked whether its work is complete.
+    pub retired_checks: u64,
+    /// Buffers beyond the budget, because the caller kept more experts than the budget has room for.
+    pub over_budget: u64,
     /// Nanoseconds in which a caller waited for an expert.
     pub wait_ns: u64,
 }
@@ -103,6 +141,13 @@ pub enum ExpertError {
         expert: ExpertId,
         /// Routed experts of that layer.
         experts: usize,
+    },
+    /// The store ended while experts were on their way.
+    #[error("the expert store ended while experts were on their way")]
+    Stopped {
+        /// How.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Its bytes could not be read.
     #[error("reading expert {expert} of layer {layer}")]
@@ -122,7 +167,16 @@ impl fmt::Display for Counters {
         write!(f, "{} experts, {:.2} GB", self.requested, self.bytes as f64 / 1e9)?;
         // A backend that leaves caching to the system cannot tell the two apart.
         if self.hits + self.misses > 0 {
-            write!(f, ", {} hits, {} misses, {} evictions", self.hits, self.misses, self.evictions)?;
+            write!(f, ", {} hits, {} joined, {} misses", self.hits, self.joined, self.misses)?;
+            write!(f, " ({} not kept), {} evictions", self.bypassed, self.evictions)?;
+            write!(f, ", {:.2} GB read", self.bytes_demanded as f64 / 1e9)?;
+        }
+        if self.bytes_guessed > 0 {
+            let (guessed, wasted) = (self.bytes_guessed as f64 / 1e9, self.bytes_wasted as f64 / 1e9);
+            write!(f, ", {guessed:.2} GB on guesses, {wasted:.2} of them wasted")?;
+        }
+        if self.over_budget > 0 {
+            write!(f, ", {} buffers over budget", self.over_budget)?;
         }
         if self.wait_ns > 0 {
             write!(f, ", {:.2} s waited", self.wait_ns as f64 / 1e9)?;

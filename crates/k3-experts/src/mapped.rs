@@ -1,11 +1,13 @@
 //! The simplest backend: experts are slices of mapped shards, and the page cache decides what stays.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use k3_format::Checkpoint;
 
-use crate::{Arrivals, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore};
+use crate::{
+    Arrivals, Completion, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Retirement,
+};
 
 /// Experts that are read ahead of the one handed over. A drive is busy with 4 to 8 of them in flight.
 pub const READ_AHEAD: usize = 8;
@@ -20,12 +22,18 @@ pub struct MappedStore {
     checkpoint: Arc<Checkpoint>,
     requested: AtomicU64,
     bytes: AtomicU64,
+    retirement: Mutex<Retirement<Expert>>,
 }
 
 impl MappedStore {
     /// A store over the experts of `checkpoint`. Touches none of them.
     pub fn new(checkpoint: Arc<Checkpoint>) -> Self {
-        Self { checkpoint, requested: AtomicU64::new(0), bytes: AtomicU64::new(0) }
+        Self {
+            checkpoint,
+            requested: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            retirement: Mutex::default(),
+        }
     }
 
     fn expert(&self, layer: usize, id: ExpertId) -> Result<Expert, ExpertError> {
@@ -67,6 +75,13 @@ impl ExpertStore for MappedStore {
         for &id in experts {
             self.checkpoint.will_need_expert(layer, id);
         }
+    }
+
+    fn retire(&self, expert: Expert, after: Box<dyn Completion>) {
+        let mut retirement = self.retirement.lock().unwrap_or_else(PoisonError::into_inner);
+        retirement.push(expert, after);
+        // As many leave as come, as far as they are complete.
+        let _ = (retirement.reclaim(), retirement.reclaim());
     }
 
     fn counters(&self) -> Counters {

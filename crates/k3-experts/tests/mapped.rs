@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use k3_experts::{ExpertError, ExpertRequest, ExpertStore, MappedStore, Phase};
+use k3_experts::{Choices, ExpertError, ExpertRequest, ExpertStore, MappedStore, Phase};
 use k3_format::{Checkpoint, OpenOptions};
 use k3_quant::Matrix;
 
@@ -14,7 +14,7 @@ fn store() -> (Arc<Checkpoint>, MappedStore) {
 }
 
 fn request(layer: usize, experts: &[u32]) -> ExpertRequest<'_> {
-    ExpertRequest { layer, experts, phase: Phase::Decode }
+    ExpertRequest { layer, experts, choices: Choices::default(), phase: Phase::Decode }
 }
 
 fn values(m: &Matrix) -> Vec<f32> {

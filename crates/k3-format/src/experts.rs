@@ -191,12 +191,11 @@ impl Experts {
         if found == expected { Ok(()) } else { Err(Error::ExpertBuffer { layer, expert, expected, found }) }
     }
 
-    pub(crate) fn matrices_of(
-        &self,
-        layer: usize,
-        expert: u32,
-        parts: [Bytes; 6],
-    ) -> Result<ExpertMatrices, Error> {
+    /// The matrices over an expert's six parts, in the order of [`ExpertLayout::parts`], without a copy.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchExpert`], [`Error::Matrix`] if a part has another length than in [`ExpertLayout::parts`].
+    pub fn matrices_of(&self, layer: usize, expert: u32, parts: [Bytes; 6]) -> Result<ExpertMatrices, Error> {
         let globals = self.global_scales(layer, expert)?;
         let [a, b, c, d, e, f] = parts;
         let matrix = |which: usize, packed: Bytes, scale: Bytes| {

@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -31,6 +32,46 @@ pub struct ShardFile {
     pub tensors: Range<usize>,
     pub(crate) file: File,
     pub(crate) mapping: OnceLock<Bytes>,
+}
+
+impl ShardFile {
+    /// One read of the open file, as `pread`: may return fewer bytes than `buf` has room for, 0 at the end.
+    ///
+    /// # Errors
+    /// The system's answer, also when it was interrupted.
+    pub fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        FileExt::read_at(&self.file, buf, offset)
+    }
+
+    /// The device that the file lies on. Files on different ones can be read at the same time at full speed.
+    ///
+    /// # Errors
+    /// The system's answer.
+    pub fn device(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.dev())
+    }
+
+    /// Opens the same file once more, for reads that bypass the page cache: their offset, length and address must be
+    /// multiples of the file system's block.
+    ///
+    /// # Errors
+    /// The system's answer: [`io::ErrorKind::InvalidInput`] or [`io::ErrorKind::Unsupported`] where there are no such
+    /// reads, [`io::ErrorKind::NotFound`] if the file is gone, or another one has its name.
+    pub fn open_direct(&self) -> io::Result<File> {
+        #[cfg(target_os = "linux")]
+        {
+            use std::os::unix::fs::OpenOptionsExt as _;
+            let flags = rustix::fs::OFlags::DIRECT.bits() as i32;
+            let direct = File::options().read(true).custom_flags(flags).open(&self.path)?;
+            let (found, expected) = (direct.metadata()?, self.file.metadata()?);
+            if (found.dev(), found.ino()) != (expected.dev(), expected.ino()) {
+                return Err(io::Error::new(io::ErrorKind::NotFound, "another file has taken its name"));
+            }
+            Ok(direct)
+        }
+        #[cfg(not(target_os = "linux"))]
+        Err(io::ErrorKind::Unsupported.into())
+    }
 }
 
 /// Opens and checks one shard. `tensors` of the result is still empty.

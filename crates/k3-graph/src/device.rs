@@ -373,6 +373,9 @@ pub struct RouterRule {
     pub scaling_factor: f64,
 }
 
+/// Ranks that [`Routing::push_scores`] tells, as a multiple of the experts a row.
+const RANKS: usize = 8;
+
 /// The experts of every row, in rank order: descending biased score, then id.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routing {
@@ -382,6 +385,9 @@ pub struct Routing {
     pub ids: Vec<u32>,
     /// `[rows, k]`
     pub weights: Vec<f64>,
+    /// The experts that came next, `[rows, any]` in rank order. No result depends on them: they tell a store what is
+    /// likely to be asked for soon. May be empty.
+    pub runner_ups: Vec<u32>,
     /// Distance of the k-th to the next biased score, `[rows]`; infinite when all experts are taken.
     pub gaps: Vec<f64>,
     /// Rows with a score that is not finite, ascending. Their ids are meaningless and must not be fetched; their weights
@@ -396,6 +402,7 @@ impl Routing {
             experts_per_token,
             ids: Vec::with_capacity(rows * experts_per_token),
             weights: Vec::with_capacity(rows * experts_per_token),
+            runner_ups: Vec::new(),
             gaps: Vec::with_capacity(rows),
             non_finite: Vec::new(),
         }
@@ -420,8 +427,13 @@ impl Routing {
     ) {
         let k = rule.experts_per_token;
         let finite = logits.iter().all(|l| l.is_finite());
-        let order = select_experts(biased, (k + 1).min(biased.len())).filter(|_| finite);
-        let Some(order) = order else { return self.push_non_finite(self.gaps.len()) };
+        let ranks = (k * RANKS).max(k + 1).min(biased.len());
+        let order = select_experts(biased, ranks).filter(|_| finite);
+        let Some(order) = order else {
+            self.runner_ups.extend(std::iter::repeat_n(0, ranks - k));
+            return self.push_non_finite(self.gaps.len());
+        };
+        self.runner_ups.extend_from_slice(&order[k..]);
         let of = |values: &[T], e: u32| -> f64 { values[e as usize].into() };
         let selected: Vec<f64> = order[..k].iter().map(|&e| of(scores, e)).collect();
         let gap = order.get(k).map_or(f64::INFINITY, |&next| of(biased, order[k - 1]) - of(biased, next));

@@ -5,7 +5,7 @@ mod plan;
 
 use std::ops::Range;
 
-use k3_experts::{ExpertRequest, ExpertStore, Phase};
+use k3_experts::{Choices, ExpertRequest, ExpertStore, Phase};
 use k3_format::ModelConfig;
 
 use crate::device::{Conv, Device, IndexQuery, KdaStep, MlaAttend, SequenceRows};
@@ -365,7 +365,12 @@ impl<D: Device> Pass<'_, '_, D> {
         // All reads are issued before anything else is computed; experts are used as they arrive.
         let mut plan = ExpertPlan::new(&routing, self.model.config.moe.num_experts, |row| self.is_lost(row));
         let store = self.store;
-        let mut arrivals = store.fetch(ExpertRequest { layer: l, experts: &plan.wanted, phase: self.phase });
+        let mut arrivals = store.fetch(ExpertRequest {
+            layer: l,
+            experts: &plan.wanted,
+            choices: Choices { ids: &plan.choices, ranks: plan.ranks, used: routing.experts_per_token },
+            phase: self.phase,
+        });
         let shared = self.gated_mlp(&w.shared_experts, x)?;
         let z = device.linear(&w.routed_expert_down_proj, x)?;
         let latent = self.model.config.moe.routed_expert_hidden_size;

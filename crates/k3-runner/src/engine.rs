@@ -122,10 +122,6 @@ impl<D: Device> Engine<D> {
         options: &EngineOptions,
         progress: &mut dyn FnMut(OpenProgress),
     ) -> Result<Self, Error> {
-        tracing::info!(dir = %checkpoint.dir().display(), "{checkpoint}");
-        for warning in checkpoint.warnings() {
-            tracing::warn!(dir = %checkpoint.dir().display(), "{warning}");
-        }
         let store = Arc::new(MappedStore::new(checkpoint.clone()));
         Self::with_store(checkpoint, store, device, options, progress)
     }
@@ -138,6 +134,10 @@ impl<D: Device> Engine<D> {
         options: &EngineOptions,
         progress: &mut dyn FnMut(OpenProgress),
     ) -> Result<Self, Error> {
+        tracing::info!(dir = %checkpoint.dir().display(), "{checkpoint}");
+        for warning in checkpoint.warnings() {
+            tracing::warn!(dir = %checkpoint.dir().display(), "{warning}");
+        }
         let dir: PathBuf = checkpoint.dir().into();
         let model = Model::load(
             device,

@@ -10,6 +10,10 @@ use crate::device::{ExpertUse, Routing};
 pub(super) struct ExpertPlan {
     /// In order of [`ExpertRequest::experts`].
     pub(super) wanted: Vec<ExpertId>,
+    /// `[rows, ranks]`, without lost rows.
+    pub(super) choices: Vec<ExpertId>,
+    /// Experts a row, and behind them those that came next.
+    pub(super) ranks: usize,
     /// By expert id.
     uses: Vec<Vec<ExpertUse>>,
 }
@@ -19,11 +23,16 @@ impl ExpertPlan {
     pub(super) fn new(routing: &Routing, num_experts: usize, is_lost: impl Fn(usize) -> bool) -> Self {
         let k = routing.experts_per_token;
         let mut uses: Vec<Vec<ExpertUse>> = vec![Vec::new(); num_experts];
+        let rows = routing.ids.len() / k.max(1);
+        let behind = routing.runner_ups.len() / rows.max(1);
+        let mut choices = Vec::with_capacity(rows * (k + behind));
         let mut best_rank = vec![usize::MAX; num_experts];
         for (row, ids) in routing.ids.chunks_exact(k).enumerate() {
             if is_lost(row) {
                 continue;
             }
+            choices.extend_from_slice(ids);
+            choices.extend_from_slice(&routing.runner_ups[row * behind..(row + 1) * behind]);
             for (rank, &id) in ids.iter().enumerate() {
                 uses[id as usize].push(ExpertUse { row, slot: row * k + rank });
                 best_rank[id as usize] = best_rank[id as usize].min(rank);
@@ -32,7 +41,7 @@ impl ExpertPlan {
         let mut wanted: Vec<ExpertId> =
             (0..num_experts as u32).filter(|&e| !uses[e as usize].is_empty()).collect();
         wanted.sort_by_key(|&e| (best_rank[e as usize], usize::MAX - uses[e as usize].len(), e));
-        Self { wanted, uses }
+        Self { wanted, choices, ranks: k + behind, uses }
     }
 
     /// The uses of an expert that came, if it was still to come and has the right sizes.

@@ -461,6 +461,7 @@ fn experts<D: Device>(d: &D, format: WeightFormat) -> Vec<f32> {
         experts_per_token: 2,
         ids: vec![8, 3, 3, 0, 3, 8, 0, 8],
         weights: rng.values(8, 1.0).iter().map(|&w| f64::from(w)).collect(),
+        runner_ups: Vec::new(),
         gaps: vec![1.0; 4],
         non_finite: Vec::new(),
     };

@@ -134,6 +134,7 @@ fn experts_are_summed_in_rank_order() {
             // Ids in another order than ranks.
             ids: vec![2, 0, 1],
             weights: vec![1.0; 3],
+            runner_ups: Vec::new(),
             gaps: vec![0.0],
             non_finite: Vec::new(),
         };

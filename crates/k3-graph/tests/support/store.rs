@@ -2,7 +2,9 @@
 
 use std::sync::Mutex;
 
-use k3_experts::{Arrivals, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase};
+use k3_experts::{
+    Arrivals, Completion, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase,
+};
 use k3_format::ModelConfig;
 use k3_quant::{E8M0, Matrix, MatrixData, WeightFormat};
 
@@ -127,6 +129,9 @@ impl ExpertStore for MemoryStore {
             Ok(expert)
         }))
     }
+
+    /// Everything stays in memory anyway.
+    fn retire(&self, _: Expert, _: Box<dyn Completion>) {}
 
     fn counters(&self) -> Counters {
         Counters::default()

@@ -1,0 +1,56 @@
+//! Bytes that work in flight still reads.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+/// Work that reads an expert's bytes after the call that started it returned: a copy to a device, of which an event
+/// tells the end.
+pub trait Completion: Send {
+    /// Whether nothing reads the bytes any more. Must not wait.
+    fn is_complete(&self) -> bool;
+}
+
+impl<F: Fn() -> bool + Send> Completion for F {
+    fn is_complete(&self) -> bool {
+        self()
+    }
+}
+
+/// What is kept until its work is complete. Events of a stream complete in order, so only the front is asked.
+pub struct Retirement<T> {
+    queue: VecDeque<(T, Box<dyn Completion>)>,
+}
+
+impl<T> Retirement<T> {
+    /// Keeps `item` until `after` is complete.
+    pub fn push(&mut self, item: T, after: Box<dyn Completion>) {
+        self.queue.push_back((item, after));
+    }
+
+    /// Asks the oldest, and gives it back if it is complete.
+    pub fn reclaim(&mut self) -> Option<T> {
+        self.queue.pop_front_if(|(_, after)| after.is_complete()).map(|(item, _)| item)
+    }
+
+    /// How many are kept.
+    pub fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Whether none is kept.
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+}
+
+impl<T> Default for Retirement<T> {
+    fn default() -> Self {
+        Self { queue: VecDeque::new() }
+    }
+}
+
+impl<T> fmt::Debug for Retirement<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Retirement").field("len", &self.len()).finish()
+    }
+}

@@ -1,0 +1,460 @@
+//! Experts in slots of their own, read past the page cache, under a byte budget.
+//!
+//! A [`Policy`] decides which experts stay. Those that do not, and those that are still on their way, take buffers
+//! from the same budget. All misses of a layer are issued at once, as far as there are buffers; hits are handed over
+//! first, then experts as they complete.
+//!
+//! No lock is held while anything is read, and no eviction waits: the buffer of an evicted expert is free when its
+//! last lease ends, and reads that found no buffer start by themselves when one becomes free.
+
+mod arrivals;
+mod drives;
+mod place;
+mod pool;
+mod reader;
+mod ticket;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use k3_format::Checkpoint;
+
+use crate::policy::{Policy, PolicyName, Verdict, Visit};
+use crate::retire::{Completion, Retirement};
+use crate::trace::Geometry;
+use crate::{Arrivals, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore};
+
+use arrivals::Pending;
+use drives::{Drives, Urgency};
+use place::Places;
+use pool::{Filled, Pool};
+pub use reader::{Buffered, Direct, Reader, SlotReadError};
+use ticket::{Key, Ticket, Waiter};
+
+/// How to keep and read experts.
+#[derive(Clone, Copy, Debug)]
+pub struct SlabOptions {
+    /// Bytes for experts in memory, those on their way included.
+    pub budget_bytes: u64,
+    /// Which experts stay.
+    pub policy: PolicyName,
+    /// Reads in flight on each drive. 4 to 8 whole experts keep one busy; more only adds latency.
+    pub reads_in_flight: usize,
+    /// The last misses of a layer, fewer than reads can be in flight, are read in several pieces each, none smaller
+    /// than this.
+    pub piece_bytes: usize,
+    /// Experts read on a guess ([`ExpertStore::prefetch`]) that may be in memory at once.
+    pub guesses: usize,
+}
+
+impl Default for SlabOptions {
+    fn default() -> Self {
+        Self {
+            budget_bytes: 8 << 30,
+            policy: PolicyName::Retention,
+            reads_in_flight: 6,
+            piece_bytes: 1 << 20,
+            guesses: 6,
+        }
+    }
+}
+
+/// Why there is no slab store.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SlabError {
+    /// Not even one token's experts of one layer fit.
+    #[error(
+        "an expert budget of {budget} bytes is too small: a layer's {per_token} experts at {slot_bytes} bytes need {needed}"
+    )]
+    Budget {
+        /// As asked for.
+        budget: u64,
+        /// Experts of a token in a layer.
+        per_token: usize,
+        /// Bytes of a slot.
+        slot_bytes: usize,
+        /// The least.
+        needed: u64,
+    },
+    /// The checkpoint's parts do not fit together.
+    #[error("finding the experts")]
+    Checkpoint(#[source] Box<k3_format::Error>),
+    /// A shard cannot be read in the way asked for.
+    #[error("opening {path} for reading experts")]
+    Open {
+        /// Which.
+        path: std::path::PathBuf,
+        /// The system's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// No thread for reading.
+    #[error("starting a thread that reads experts")]
+    Thread(#[source] std::io::Error),
+}
+
+/// A store of experts in slots.
+pub struct SlabStore {
+    shared: Arc<Shared>,
+    options: SlabOptions,
+}
+
+/// What the store, its arrivals and its reading threads share.
+pub(crate) struct Shared {
+    checkpoint: Arc<Checkpoint>,
+    places: Places,
+    pool: Arc<Pool>,
+    drives: Arc<Drives>,
+    state: Mutex<State>,
+    wait_ns: AtomicU64,
+    bytes: AtomicU64,
+}
+
+struct State {
+    policy: Box<dyn Policy>,
+    /// What the policy believes to be in slots.
+    slots: HashMap<Key, Entry>,
+    /// What was read on a guess, until its layer passes.
+    guesses: HashMap<Key, Entry>,
+    retirement: Retirement<Expert>,
+    counters: Counters,
+}
+
+#[derive(Clone)]
+enum Entry {
+    OnItsWay(Arc<Ticket>),
+    Here(Arc<Filled>),
+}
+
+impl SlabStore {
+    /// A store over the experts of `checkpoint` that reads through `reader`. Touches no expert; buffers are allocated
+    /// when they are first needed.
+    ///
+    /// # Errors
+    /// [`SlabError`].
+    pub fn new(
+        checkpoint: Arc<Checkpoint>,
+        reader: &Arc<dyn Reader>,
+        options: SlabOptions,
+    ) -> Result<Self, SlabError> {
+        let config = checkpoint.config();
+        let geometry = Geometry {
+            layers: config.num_hidden_layers() - config.first_k_dense_replace,
+            experts: config.moe.num_experts,
+            per_token: config.moe.num_experts_per_token,
+        };
+        let places = Places::new(&checkpoint, &**reader);
+        let slot_bytes = places.slot_bytes();
+        let buffers = usize::try_from(options.budget_bytes / slot_bytes.max(1) as u64).unwrap_or(usize::MAX);
+        if buffers < geometry.per_token {
+            let needed = geometry.per_token as u64 * slot_bytes as u64;
+            let (budget, per_token) = (options.budget_bytes, geometry.per_token);
+            return Err(SlabError::Budget { budget, per_token, slot_bytes, needed });
+        }
+        let drives = Arc::new(Drives::new(reader.clone(), checkpoint.shards().files().len()));
+        let pool = Arc::new(Pool::new(buffers, slot_bytes, reader.alignment(), drives.clone()));
+        // Buffers on their way to the caller, with one that it holds.
+        let moving = options.reads_in_flight * drives.len() + options.guesses + 2;
+        let slots = (buffers - (buffers / 2).min(moving)).min(geometry.layers * geometry.experts);
+        let state = State {
+            policy: options.policy.make(slots, geometry),
+            slots: HashMap::new(),
+            guesses: HashMap::new(),
+            retirement: Retirement::default(),
+            counters: Counters::default(),
+        };
+        let shared = Arc::new(Shared {
+            checkpoint,
+            places,
+            pool,
+            drives,
+            state: Mutex::new(state),
+            wait_ns: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+        });
+        let store = Self { shared, options };
+        Drives::start(&store.shared, options.reads_in_flight.max(1)).map_err(SlabError::Thread)?;
+        Ok(store)
+    }
+
+    /// Experts that stay in memory at most; the rest of the budget is for those on their way.
+    pub fn slots(&self) -> usize {
+        self.shared.state().policy.slots()
+    }
+
+    /// Bytes of a slot: an expert, and what alignment adds.
+    pub fn slot_bytes(&self) -> usize {
+        self.shared.places.slot_bytes()
+    }
+
+    /// Buffers that exist now.
+    pub fn buffers(&self) -> usize {
+        self.shared.pool.allocated()
+    }
+}
+
+impl Drop for SlabStore {
+    fn drop(&mut self) {
+        self.shared.drives.close();
+    }
+}
+
+impl fmt::Debug for SlabStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlabStore")
+            .field("options", &self.options)
+            .field("slots", &self.slots())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The key of an expert, if the checkpoint has it.
+    fn key(&self, layer: usize, id: ExpertId) -> Result<Key, ExpertError> {
+        let config = self.checkpoint.config();
+        let has_experts = layer < config.num_hidden_layers() && config.is_moe(layer);
+        let experts = if has_experts { config.moe.num_experts } else { 0 };
+        if id as usize >= experts {
+            return Err(ExpertError::Unknown { layer, expert: id, experts });
+        }
+        Ok(Key { layer, id })
+    }
+
+    fn row(&self, layer: usize) -> usize {
+        layer - self.checkpoint.config().first_k_dense_replace
+    }
+
+    fn layer(&self, row: usize) -> usize {
+        row + self.checkpoint.config().first_k_dense_replace
+    }
+
+    /// A lease on an expert in memory.
+    fn lease(&self, key: Key, filled: &Arc<Filled>) -> Result<Expert, ExpertError> {
+        let parts = filled.parts(self.places.ranges(&self.checkpoint, key)?);
+        let found = self.checkpoint.experts().matrices_of(key.layer, key.id, parts);
+        let m = found.map_err(|source| key.unreadable(source))?;
+        let expert = Expert { id: key.id, w1: m.w1, w2: m.w2, w3: m.w3 };
+        self.bytes.fetch_add(self.checkpoint.experts().layout().len as u64, Relaxed);
+        Ok(expert)
+    }
+
+    /// Called by the thread that ended the last read of a ticket.
+    fn finish(&self, ticket: &Arc<Ticket>, result: Result<Filled, SlotReadError>) {
+        let result = result.map(Arc::new);
+        let mut state = self.state();
+        let state = &mut *state;
+        for (table, is_slot) in [(&mut state.slots, true), (&mut state.guesses, false)] {
+            let Some(entry) = table.get_mut(&ticket.key) else { continue };
+            if !matches!(entry, Entry::OnItsWay(other) if Arc::ptr_eq(other, ticket)) {
+                continue;
+            }
+            if let Ok(filled) = &result {
+                *entry = Entry::Here(filled.clone());
+            } else {
+                table.remove(&ticket.key);
+                if is_slot {
+                    state.policy.forget(self.row(ticket.key.layer), ticket.key.id);
+                }
+            }
+        }
+        ticket.complete(&result);
+    }
+
+    /// Lets go of the oldest retired expert, if its work is complete.
+    fn reclaim(&self) {
+        let mut state = self.state();
+        let reclaimed = state.reclaim();
+        drop(state);
+        drop(reclaimed);
+    }
+}
+
+impl State {
+    fn reclaim(&mut self) -> Option<Expert> {
+        if self.retirement.is_empty() {
+            return None;
+        }
+        self.counters.retired_checks += 1;
+        self.retirement.reclaim()
+    }
+}
+
+impl ExpertStore for SlabStore {
+    fn fetch<'a>(&'a self, request: ExpertRequest<'_>) -> Arrivals<'a> {
+        let shared = &*self.shared;
+        let (sender, receiver) = channel();
+        let mut pending = Pending::new(shared, receiver);
+        let mut known = Vec::with_capacity(request.experts.len());
+        for &id in request.experts {
+            match shared.key(request.layer, id) {
+                Ok(key) => known.push(key.id),
+                Err(error) => pending.ready.push_back(Err(error)),
+            }
+        }
+        if known.is_empty() {
+            return Box::new(pending);
+        }
+        let waiter = |id| Waiter { id, sender: sender.clone(), abandoned: pending.abandoned.clone() };
+
+        let mut state = shared.state();
+        let state = &mut *state;
+        let mut verdicts = Vec::with_capacity(known.len());
+        let row = shared.row(request.layer);
+        let choices = request.choices;
+        let is_known =
+            choices.ids.iter().all(|&id| (id as usize) < shared.checkpoint.config().moe.num_experts);
+        let visit = if is_known && choices.ranks > 0 {
+            let (choices, ranks, per_token) = (choices.ids, choices.ranks, choices.used);
+            Visit { layer: row, experts: &known, choices, ranks, per_token }
+        } else {
+            Visit { layer: row, experts: &known, choices: &known, ranks: known.len(), per_token: known.len() }
+        };
+        state.policy.visit(visit, &mut verdicts);
+        state.counters.requested += known.len() as u64;
+
+        // Hits first: what a visit evicts may be a hit of the same visit.
+        let mut waiting = 0;
+        for (&id, _) in known.iter().zip(&verdicts).filter(|(_, verdict)| **verdict == Verdict::Hit) {
+            let key = Key { layer: request.layer, id };
+            match state.slots.get(&key) {
+                Some(Entry::Here(filled)) => {
+                    state.counters.hits += 1;
+                    pending.hits.push_back((key, filled.clone()));
+                }
+                Some(Entry::OnItsWay(ticket)) => {
+                    state.counters.joined += 1;
+                    waiting += 1;
+                    ticket.join(waiter(id));
+                    shared.drives.hurry(ticket);
+                }
+                // The policy and the table are changed together.
+                None => unreachable!("expert {id} of layer {} has a slot and no entry", request.layer),
+            }
+        }
+        // The fewer reads are left, the more pieces each has: the drive has enough to do until the last.
+        let mut left = verdicts.iter().filter(|verdict| **verdict != Verdict::Hit).count();
+        let mut tickets = Vec::with_capacity(left);
+        for (&id, verdict) in known.iter().zip(&verdicts) {
+            let key = Key { layer: request.layer, id };
+            let keep = match *verdict {
+                Verdict::Hit => continue,
+                Verdict::Bypassed => false,
+                Verdict::Admitted { evicted } => {
+                    if let Some((row, id)) = evicted {
+                        state.slots.remove(&Key { layer: shared.layer(row), id });
+                        state.counters.evictions += 1;
+                        drop(state.reclaim());
+                    }
+                    true
+                }
+            };
+            let entry = match state.guesses.remove(&key) {
+                Some(Entry::Here(filled)) => {
+                    state.counters.hits += 1;
+                    pending.hits.push_back((key, filled.clone()));
+                    Entry::Here(filled)
+                }
+                Some(Entry::OnItsWay(ticket)) => {
+                    state.counters.joined += 1;
+                    waiting += 1;
+                    ticket.join(waiter(id));
+                    shared.drives.hurry(&ticket);
+                    Entry::OnItsWay(ticket)
+                }
+                None => {
+                    state.counters.misses += 1;
+                    state.counters.bypassed += u64::from(!keep);
+                    waiting += 1;
+                    let place = match shared.places.of(&shared.checkpoint, key) {
+                        Ok(place) => place,
+                        Err(error) => {
+                            state.policy.forget(row, id);
+                            pending.ready.push_back(Err(error));
+                            waiting -= 1;
+                            left -= 1;
+                            continue;
+                        }
+                    };
+                    state.counters.bytes_demanded += place.bytes() as u64;
+                    let pieces = self.options.reads_in_flight.div_ceil(left.max(1));
+                    let pieces = (pieces, self.options.piece_bytes);
+                    let ticket = Arc::new(Ticket::new(key, place, keep, pieces, Urgency::Demand));
+                    ticket.join(waiter(id));
+                    tickets.push(ticket.clone());
+                    Entry::OnItsWay(ticket)
+                }
+            };
+            left -= 1;
+            if keep {
+                state.slots.insert(key, entry);
+            }
+        }
+        // Guesses that were wrong.
+        state.counters.bytes_wasted += shared.expire(&mut state.guesses, request.layer);
+        for ticket in tickets {
+            shared.pool.request(ticket);
+        }
+        pending.waiting = waiting;
+        drop(sender);
+        Box::new(pending)
+    }
+
+    fn prefetch(&self, layer: usize, experts: &[ExpertId]) {
+        let shared = &*self.shared;
+        let mut state = shared.state();
+        for &id in experts {
+            let Ok(key) = shared.key(layer, id) else { continue };
+            if state.guesses.len() >= self.options.guesses {
+                break;
+            }
+            if state.slots.contains_key(&key) || state.guesses.contains_key(&key) {
+                continue;
+            }
+            let Ok(place) = shared.places.of(&shared.checkpoint, key) else { continue };
+            let bytes = place.bytes() as u64;
+            let pieces = (self.options.reads_in_flight, self.options.piece_bytes);
+            let ticket = Arc::new(Ticket::new(key, place, true, pieces, Urgency::Guess));
+            if !shared.pool.request_if_free(&ticket) {
+                break;
+            }
+            state.counters.bytes_guessed += bytes;
+            state.guesses.insert(key, Entry::OnItsWay(ticket));
+        }
+    }
+
+    fn retire(&self, expert: Expert, after: Box<dyn Completion>) {
+        self.shared.state().retirement.push(expert, after);
+    }
+
+    fn counters(&self) -> Counters {
+        let mut counters = self.shared.state().counters;
+        counters.bytes = self.shared.bytes.load(Relaxed);
+        counters.wait_ns = self.shared.wait_ns.load(Relaxed);
+        counters.over_budget = self.shared.pool.over_budget();
+        counters
+    }
+}
+
+impl Shared {
+    /// Drops the guesses at a layer that has been asked for. Returns their bytes.
+    fn expire(&self, guesses: &mut HashMap<Key, Entry>, layer: usize) -> u64 {
+        let mut wasted = 0;
+        guesses.retain(|key, _| {
+            let expired = key.layer == layer;
+            if expired {
+                wasted += self.places.of(&self.checkpoint, *key).map_or(0, |place| place.bytes() as u64);
+            }
+            !expired
+        });
+        wasted
+    }
+}

@@ -1,0 +1,93 @@
+//! Experts as they come.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use super::Shared;
+use super::pool::Filled;
+use super::reader::SlotReadError;
+use super::ticket::{Delivery, Key};
+use crate::{Expert, ExpertError};
+
+/// How long to wait before looking whether something else has to happen first.
+const PATIENCE: Duration = Duration::from_millis(2);
+
+/// What a fetch has still to hand over.
+pub(super) struct Pending<'a> {
+    shared: &'a Shared,
+    /// Errors that are known already.
+    pub(super) ready: VecDeque<Result<Expert, ExpertError>>,
+    /// In memory already.
+    pub(super) hits: VecDeque<(Key, Arc<Filled>)>,
+    /// Deliveries to come.
+    pub(super) waiting: usize,
+    pub(super) abandoned: Arc<AtomicBool>,
+    receiver: Receiver<Delivery>,
+}
+
+impl<'a> Pending<'a> {
+    pub(super) fn new(shared: &'a Shared, receiver: Receiver<Delivery>) -> Self {
+        Self {
+            shared,
+            ready: VecDeque::new(),
+            hits: VecDeque::new(),
+            waiting: 0,
+            abandoned: Arc::default(),
+            receiver,
+        }
+    }
+
+    fn wait(&self) -> Result<Delivery, RecvTimeoutError> {
+        if let Ok(delivery) = self.receiver.try_recv() {
+            return Ok(delivery);
+        }
+        let begin = Instant::now();
+        let delivery = loop {
+            match self.receiver.recv_timeout(PATIENCE) {
+                Err(RecvTimeoutError::Timeout) => {
+                    self.shared.reclaim();
+                    if self.shared.pool.is_idle() {
+                        if let Ok(delivery) = self.receiver.try_recv() {
+                            break Ok(delivery);
+                        }
+                        self.shared.pool.relieve();
+                    }
+                }
+                delivery => break delivery,
+            }
+        };
+        self.shared.wait_ns.fetch_add(begin.elapsed().as_nanos() as u64, Relaxed);
+        delivery
+    }
+}
+
+impl Iterator for Pending<'_> {
+    type Item = Result<Expert, ExpertError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if let Some((key, filled)) = self.hits.pop_front() {
+            return Some(self.shared.lease(key, &filled));
+        }
+        if let Some(error) = self.ready.pop_front() {
+            return Some(error);
+        }
+        self.waiting = self.waiting.checked_sub(1)?;
+        Some(match self.wait() {
+            Ok((key, Ok(filled))) => self.shared.lease(key, &filled),
+            Ok((key, Err(error))) => Err(key.unreadable(error)),
+            Err(_) => {
+                self.waiting = 0;
+                Err(ExpertError::Stopped { source: Box::new(SlotReadError::Closed) })
+            }
+        })
+    }
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        self.abandoned.store(true, Relaxed);
+    }
+}

@@ -1,0 +1,201 @@
+//! Ways to read a shard.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use k3_format::Checkpoint;
+
+use super::SlabError;
+
+/// Reads the shards of a checkpoint. Several threads read at the same time.
+pub trait Reader: Send + Sync + fmt::Debug {
+    /// As `pread`: may return fewer bytes than `buf` has room for, 0 at the end of the file, and
+    /// [`io::ErrorKind::Interrupted`]. Is asked for multiples of [`Reader::alignment`], and after a short read for the
+    /// rest, wherever it begins.
+    ///
+    /// # Errors
+    /// The system's answer.
+    fn read_at(&self, shard: usize, buf: &mut [u8], offset: u64) -> io::Result<usize>;
+
+    /// What offset, length and address of a read should be multiples of: a power of two.
+    fn alignment(&self) -> usize {
+        1
+    }
+
+    /// Which drive a shard is on, from 0 without gaps. Each has its own queue.
+    fn drive(&self, _shard: usize) -> usize {
+        0
+    }
+
+    /// Where a shard is, for messages.
+    fn path(&self, shard: usize) -> PathBuf;
+}
+
+/// Why an expert was not read.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SlotReadError {
+    /// The file ended: it was cut since it was opened.
+    #[error(
+        "{path} ends too early: {wanted} bytes from offset {offset} were expected, {got} came; was it changed?"
+    )]
+    Short {
+        /// Which file.
+        path: PathBuf,
+        /// Where the read began.
+        offset: u64,
+        /// Bytes asked for.
+        wanted: usize,
+        /// Bytes read.
+        got: usize,
+    },
+    /// The system's answer.
+    #[error("reading {wanted} bytes from offset {offset} of {path}")]
+    Io {
+        /// Which file.
+        path: PathBuf,
+        /// Where the read began.
+        offset: u64,
+        /// Bytes asked for.
+        wanted: usize,
+        /// The system's answer.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// There is no memory for a slot.
+    #[error("no memory for a slot of {bytes} bytes; a smaller expert budget needs less")]
+    NoMemory {
+        /// Bytes of a slot.
+        bytes: usize,
+    },
+    /// The store was closed.
+    #[error("the expert store was closed before the expert was read")]
+    Closed,
+}
+
+/// Reads `buf` from `offset` on, at least its first `needed` bytes.
+pub(super) fn read_full(
+    reader: &dyn Reader,
+    shard: usize,
+    buf: &mut [u8],
+    offset: u64,
+    needed: usize,
+) -> Result<(), SlotReadError> {
+    let mut got = 0;
+    while got < needed {
+        match reader.read_at(shard, &mut buf[got..], offset + got as u64) {
+            Ok(0) => {
+                return Err(SlotReadError::Short { path: reader.path(shard), offset, wanted: needed, got });
+            }
+            Ok(n) => got += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => {
+                let (path, source) = (reader.path(shard), Arc::new(e));
+                return Err(SlotReadError::Io { path, offset, wanted: needed, source });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Through the page cache.
+#[derive(Debug)]
+pub struct Buffered {
+    checkpoint: Arc<Checkpoint>,
+    drives: Vec<usize>,
+}
+
+impl Buffered {
+    /// The shards of `checkpoint`.
+    ///
+    /// # Errors
+    /// [`SlabError::Open`].
+    pub fn new(checkpoint: Arc<Checkpoint>) -> Result<Self, SlabError> {
+        let drives = drives(&checkpoint)?;
+        Ok(Self { checkpoint, drives })
+    }
+}
+
+impl Reader for Buffered {
+    fn read_at(&self, shard: usize, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.checkpoint.shards().files()[shard].read_at(buf, offset)
+    }
+
+    fn drive(&self, shard: usize) -> usize {
+        self.drives[shard]
+    }
+
+    fn path(&self, shard: usize) -> PathBuf {
+        self.checkpoint.shards().files()[shard].path.clone()
+    }
+}
+
+/// Past the page cache (`O_DIRECT`).
+#[derive(Debug)]
+pub struct Direct {
+    buffered: Buffered,
+    files: Vec<File>,
+}
+
+impl Direct {
+    /// What every drive and file system that is in use can align to.
+    const ALIGN: usize = 4096;
+
+    /// Opens the shards of `checkpoint` once more.
+    ///
+    /// # Errors
+    /// [`SlabError::Open`] for the first that is gone, or on a file system without such reads.
+    pub fn new(checkpoint: Arc<Checkpoint>) -> Result<Self, SlabError> {
+        let open = |shard: &k3_format::ShardFile| {
+            shard.open_direct().map_err(|source| SlabError::Open { path: shard.path.clone(), source })
+        };
+        let files = checkpoint.shards().files().iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { buffered: Buffered::new(checkpoint)?, files })
+    }
+}
+
+impl Reader for Direct {
+    fn read_at(&self, shard: usize, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        use std::os::unix::fs::FileExt as _;
+        let aligned = |n: usize| n.is_multiple_of(Self::ALIGN);
+        if !(aligned(offset as usize) && aligned(buf.len()) && aligned(buf.as_ptr().addr())) {
+            // The rest of a short read.
+            return self.buffered.read_at(shard, buf, offset);
+        }
+        match self.files[shard].read_at(buf, offset) {
+            // A file system that wants more alignment than this.
+            Err(e) if e.kind() == io::ErrorKind::InvalidInput => self.buffered.read_at(shard, buf, offset),
+            result => result,
+        }
+    }
+
+    fn alignment(&self) -> usize {
+        Self::ALIGN
+    }
+
+    fn drive(&self, shard: usize) -> usize {
+        self.buffered.drive(shard)
+    }
+
+    fn path(&self, shard: usize) -> PathBuf {
+        self.buffered.path(shard)
+    }
+}
+
+/// The drive of each shard, numbered in order of appearance.
+fn drives(checkpoint: &Checkpoint) -> Result<Vec<usize>, SlabError> {
+    let mut devices = Vec::new();
+    let mut drives = Vec::new();
+    for shard in checkpoint.shards().files() {
+        let device = shard.device().map_err(|source| SlabError::Open { path: shard.path.clone(), source })?;
+        let known = devices.iter().position(|&d| d == device);
+        drives.push(known.unwrap_or(devices.len()));
+        if known.is_none() {
+            devices.push(device);
+        }
+    }
+    Ok(drives)
+}

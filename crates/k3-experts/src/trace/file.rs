@@ -1,0 +1,100 @@
+//! Recorded traces as files.
+//!
+//! A header line of text, `k3-routing 1 LAYERS EXPERTS PER_TOKEN RANKS` and a line feed, then for each token and
+//! each layer (those with experts, in order) its RANKS expert ids, best rank first, as little-endian u16. The first
+//! PER_TOKEN of them were used. Tokens follow each other to the end of the file, so a run that is interrupted leaves a
+//! trace that can be read up to its last whole token.
+
+use std::io::{self, BufRead, Read, Write};
+
+use super::{Geometry, Trace};
+use crate::ExpertId;
+
+/// Most layers, experts and ranks of a file that is read: nothing larger than what an id has room for.
+const MAX: usize = 1 << 16;
+
+/// Why a routing trace was not read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TraceFileError {
+    /// The system's answer.
+    #[error("reading a routing trace")]
+    Io(#[from] io::Error),
+    /// The first line is something else.
+    #[error(
+        "a routing trace begins with `k3-routing 1 LAYERS EXPERTS PER_TOKEN RANKS`, each between 1 and 65536 and \
+         PER_TOKEN <= RANKS <= EXPERTS; found {found:?}"
+    )]
+    Header {
+        /// The beginning of the file.
+        found: String,
+    },
+    /// An id is too large.
+    #[error("token {token} of the routing trace names expert {found}, and a layer has {experts}")]
+    Id {
+        /// From 0.
+        token: usize,
+        /// The id.
+        found: u16,
+        /// Experts of a layer.
+        experts: usize,
+    },
+}
+
+impl Trace {
+    /// Writes all tokens.
+    ///
+    /// # Errors
+    /// What writing gives.
+    ///
+    /// # Panics
+    /// If the geometry has more than 65536 experts a layer.
+    pub fn write(&self, mut out: impl Write) -> io::Result<()> {
+        let Geometry { layers, experts, per_token } = self.geometry;
+        assert!(experts <= MAX, "{experts} experts do not fit the format");
+        writeln!(out, "k3-routing 1 {layers} {experts} {per_token} {}", self.ranks)?;
+        let bytes: Vec<u8> = self.ids.iter().flat_map(|&id| (id as u16).to_le_bytes()).collect();
+        out.write_all(&bytes)
+    }
+
+    /// Reads a trace. What follows the last whole token is ignored.
+    ///
+    /// # Errors
+    /// [`TraceFileError`].
+    pub fn read(mut file: impl BufRead) -> Result<Self, TraceFileError> {
+        let mut line = Vec::new();
+        file.by_ref().take(80).read_until(b'\n', &mut line)?;
+        let (geometry, ranks) = header(&line)
+            .ok_or_else(|| TraceFileError::Header { found: String::from_utf8_lossy(&line).into_owned() })?;
+        let mut trace = Self::new(geometry, ranks);
+        let mut bytes = vec![0; geometry.layers * ranks * 2];
+        let mut choices: Vec<ExpertId> = Vec::with_capacity(geometry.layers * ranks);
+        loop {
+            match file.read_exact(&mut bytes) {
+                Ok(()) => {}
+                Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(trace),
+                Err(e) => return Err(e.into()),
+            }
+            choices.clear();
+            for id in bytes.as_chunks().0 {
+                let found = u16::from_le_bytes(*id);
+                if usize::from(found) >= geometry.experts {
+                    return Err(TraceFileError::Id { token: trace.len(), found, experts: geometry.experts });
+                }
+                choices.push(found.into());
+            }
+            trace.push(&choices);
+        }
+    }
+}
+
+fn header(line: &[u8]) -> Option<(Geometry, usize)> {
+    let text = std::str::from_utf8(line).ok()?.strip_suffix('\n')?;
+    let numbers = text.strip_prefix("k3-routing 1 ")?.split(' ').map(str::parse::<usize>);
+    let numbers = numbers.collect::<Result<Vec<_>, _>>().ok()?;
+    let [layers, experts, per_token, ranks] = numbers[..] else { return None };
+    let ordered = per_token <= ranks && ranks <= experts;
+    let geometry = Geometry { layers, experts, per_token };
+    ([layers, experts, per_token].iter().all(|n| (1..=MAX).contains(n)) && ordered)
+        .then_some((geometry, ranks))
+}

@@ -1,0 +1,123 @@
+//! The logits do not depend on how experts come, which stay, or in what order they arrive.
+
+#[path = "../../k3-experts/tests/support/hostile.rs"]
+mod hostile;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use k3_experts::policy::PolicyName;
+use k3_experts::slab::{Buffered, Direct, Reader};
+use k3_experts::{ExpertStore, MappedStore, SlabOptions, SlabStore};
+use k3_format::{Checkpoint, OpenOptions};
+use k3_graph::{Cpu, LogitsWanted, Silent};
+use k3_runner::{Engine, EngineOptions, LogitsHash};
+
+use hostile::Hostile;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
+}
+
+fn open(name: &str) -> Arc<Checkpoint> {
+    Arc::new(Checkpoint::open(&fixture(name), &OpenOptions::default()).unwrap())
+}
+
+/// Logits of a prompt, prefilled in chunks, and of tokens after it, one by one.
+fn hash(
+    checkpoint: &Arc<Checkpoint>,
+    store: Arc<dyn ExpertStore>,
+    threads: usize,
+    chunk: usize,
+) -> LogitsHash {
+    let mut options = EngineOptions::default();
+    options.chunk_tokens = chunk;
+    let device = Cpu::new(threads).unwrap();
+    let engine = Engine::with_store(checkpoint.clone(), store, device, &options, &mut |_| {}).unwrap();
+    let mut sequence = engine.new_sequence().unwrap();
+    let ids: Vec<u32> = (0..40).map(|i| 3 + i * 7919 % 500).collect();
+    let mut logits = engine.run(&mut sequence, &ids[..30], LogitsWanted::All, &mut Silent).unwrap().values;
+    for id in &ids[30..] {
+        logits.extend(engine.run(&mut sequence, &[*id], LogitsWanted::All, &mut Silent).unwrap().values);
+    }
+    LogitsHash::of(&logits)
+}
+
+fn slab(
+    checkpoint: &Arc<Checkpoint>,
+    reader: &Arc<dyn Reader>,
+    buffers: u64,
+    options: SlabOptions,
+) -> SlabStore {
+    let probe = SlabStore::new(checkpoint.clone(), reader, SlabOptions::default()).unwrap();
+    let budget_bytes = buffers * probe.slot_bytes() as u64;
+    SlabStore::new(checkpoint.clone(), reader, SlabOptions { budget_bytes, ..options }).unwrap()
+}
+
+#[test]
+fn every_budget_policy_and_way_of_reading_gives_the_same_logits() {
+    for name in ["tiny-k31", "tiny-k3"] {
+        let checkpoint = open(name);
+        let expected = hash(&checkpoint, Arc::new(MappedStore::new(checkpoint.clone())), 2, 512);
+        let mut readers: Vec<Arc<dyn Reader>> = vec![
+            Arc::new(Buffered::new(checkpoint.clone()).unwrap()),
+            Hostile::new(&checkpoint, 1, 1),
+            Hostile::new(&checkpoint, 2, 4096),
+        ];
+        readers
+            .extend(Direct::new(checkpoint.clone()).ok().map(|direct| Arc::new(direct) as Arc<dyn Reader>));
+        let top_k = checkpoint.config().moe.num_experts_per_token as u64;
+        for reader in readers {
+            for policy in [PolicyName::GlobalLru, PolicyName::LayerLru, PolicyName::Retention] {
+                for (buffers, threads, chunk, piece_bytes) in
+                    [(top_k, 1, 512, 1), (2 * top_k + 1, 2, 7, 512), (60, 1, 512, 1 << 20), (500, 2, 1, 4096)]
+                {
+                    let options = SlabOptions { policy, piece_bytes, ..SlabOptions::default() };
+                    let store = Arc::new(slab(&checkpoint, &reader, buffers, options));
+                    let found = hash(&checkpoint, store.clone(), threads, chunk);
+                    assert_eq!(
+                        found, expected,
+                        "{name}, {reader:?}, {options:?}, {buffers} buffers, chunk {chunk}"
+                    );
+                    assert_eq!(store.counters().over_budget, 0, "{options:?}, {buffers} buffers");
+                }
+            }
+        }
+    }
+}
+
+/// With as few slots as a token uses, a prompt that needs every expert of every layer.
+#[test]
+fn a_long_prompt_needs_no_more_than_a_token_does() {
+    let checkpoint = open("tiny-k31");
+    let reader: Arc<dyn Reader> = Arc::new(Buffered::new(checkpoint.clone()).unwrap());
+    let run = |store: Arc<dyn ExpertStore>| {
+        let device = Cpu::new(2).unwrap();
+        let engine =
+            Engine::with_store(checkpoint.clone(), store, device, &EngineOptions::default(), &mut |_| {});
+        let engine = engine.unwrap();
+        let mut sequence = engine.new_sequence().unwrap();
+        let ids: Vec<u32> = (0..1500).map(|i| 3 + i * 7919 % 500).collect();
+        LogitsHash::of(&engine.run(&mut sequence, &ids, LogitsWanted::Last, &mut Silent).unwrap().values)
+    };
+    let store = Arc::new(slab(&checkpoint, &reader, 4, SlabOptions::default()));
+    assert_eq!(run(store.clone()), run(Arc::new(MappedStore::new(checkpoint.clone()))));
+    assert_eq!(store.buffers(), 4);
+    // Three chunks of 512 tokens: no expert is read more than three times.
+    assert!(store.counters().misses <= 3 * 12 * 16);
+}
+
+/// What a wider chunk reads once, narrow ones read again.
+#[test]
+fn bytes_for_a_prompt_fall_with_the_chunk() {
+    let checkpoint = open("tiny-k31");
+    let mut before = u64::MAX;
+    for chunk in [1, 16, 512] {
+        let reader: Arc<dyn Reader> = Arc::new(Buffered::new(checkpoint.clone()).unwrap());
+        let store = Arc::new(slab(&checkpoint, &reader, 30, SlabOptions::default()));
+        hash(&checkpoint, store.clone(), 1, chunk);
+        let read = store.counters().bytes_demanded;
+        assert!(read < before, "{read} bytes with chunks of {chunk}, {before} with smaller ones");
+        before = read;
+    }
+}

@@ -1,0 +1,142 @@
+//! `cargo xtask simulate`: hit rates of replacement policies on a routing trace, without I/O.
+
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Write as _};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use k3_experts::policy::{GlobalLru, LayerLru, Policy, Retention};
+use k3_experts::simulate::{optimum, replay};
+use k3_experts::trace::{Generator, Geometry, RELEASED, Statistics, Trace};
+
+/// Hit rates of the expert store's replacement policies on a routing trace, without I/O
+///
+/// The trace is generated with the statistics of the released model, or read from a file that a run recorded. Capacities
+/// are in working sets: what one token needs, 1472 experts or 25.8 GB in the released models.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  cargo xtask simulate
+  cargo xtask simulate --period 4
+  cargo xtask simulate --trace chat.k3-routing --capacities 0.5,1,2")]
+pub struct Args {
+    /// Replay this recorded trace instead
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["period", "depth", "topic_tokens", "layers", "seed", "tokens"])]
+    trace: Option<PathBuf>,
+    /// Tokens of the generated trace
+    #[arg(long, default_value_t = 1000)]
+    tokens: usize,
+    /// Tokens that fill the slots before hits are counted [default: half of the trace]
+    #[arg(long)]
+    warm: Option<usize>,
+    /// Layers of the generated trace
+    #[arg(long, default_value_t = RELEASED.layers, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..1000))]
+    layers: usize,
+    /// Names the generated trace
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Text that repeats itself after so many tokens
+    #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..1000))]
+    period: Option<usize>,
+    /// Early layers reuse less than late ones
+    #[arg(long)]
+    depth: bool,
+    /// Change the topic after so many tokens
+    #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
+    topic_tokens: Option<usize>,
+    /// Ranks of a choice that policies see: those used, and behind them those that nearly came
+    #[arg(long, default_value_t = 128, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(16..=896))]
+    ranks: usize,
+    /// Slots of all layers together, in working sets
+    #[arg(long, value_delimiter = ',', default_value = "0.25,0.5,1,1.5,2,4,5.33,8")]
+    capacities: Vec<f64>,
+    /// Also write the trace
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    let trace = match &args.trace {
+        Some(path) => {
+            let file = File::open(path).with_context(|| format!("opening {}", path.display()))?;
+            Trace::read(BufReader::new(file)).with_context(|| path.display().to_string())?
+        }
+        None => Generator {
+            geometry: Geometry { layers: args.layers, ..RELEASED },
+            seed: args.seed,
+            ranks: args.ranks,
+            depth: args.depth,
+            topic_tokens: args.topic_tokens,
+            period: args.period,
+        }
+        .generate(args.tokens),
+    };
+    if let Some(path) = &args.save {
+        let saving = || format!("writing {}", path.display());
+        let mut file = BufWriter::new(File::create_new(path).with_context(saving)?);
+        trace.write(&mut file).and_then(|()| file.flush()).with_context(saving)?;
+    }
+    let warm = args.warm.unwrap_or(trace.len() / 2);
+    ensure!(warm < trace.len(), "the trace has {} tokens: none is left after {warm} to warm up", trace.len());
+    statistics(&trace)?;
+    hit_rates(&trace, warm, &args.capacities)
+}
+
+fn statistics(trace: &Trace) -> Result<()> {
+    let mut out = std::io::stdout();
+    let geometry = trace.geometry();
+    let Geometry { layers, experts, per_token } = geometry;
+    let statistics = Statistics::new(trace);
+    writeln!(out, "{} tokens, {layers} layers of {experts} experts, {per_token} a token", trace.len())?;
+    let mut line =
+        |what: &str, at: &[usize], published: &str, figure: &dyn Fn(usize) -> f64, digits: usize| {
+            let list = |items: Vec<String>| items.join(" ");
+            let shown = list(at.iter().map(usize::to_string).collect());
+            let found = list(at.iter().map(|&n| format!("{:.digits$}", figure(n))).collect());
+            writeln!(out, "{:<44} {found:<32} {published}", format!("{what} {shown}"))
+        };
+    line("", &[], "published", &|_| 0.0, 0)?;
+    line("reuse after tokens", &[1, 2, 3, 4, 8], ".34 .23 .16 .13 .09", &|n| statistics.reuse(n), 2)?;
+    let ranks: Vec<usize> = [1, 2, 4, 8, 12, 16].into_iter().filter(|&r| r <= per_token).collect();
+    let of_rank = |rank| statistics.reuse_of_rank(1, rank - 1);
+    line("reuse of gate rank", &ranks, ".68 .56 .46 .33 .23 .19", &of_rank, 2)?;
+    line(
+        "distinct experts of a layer, tokens",
+        &[2, 4, 8, 12],
+        "26.5 44 75 109",
+        &|n| statistics.distinct(n),
+        1,
+    )?;
+    line("picks per distinct expert, tokens", &[32, 64], "2.7 3.3", &|n| statistics.dedup(n), 2)?;
+    line("effective experts, tokens", &[64], "200", &|n| statistics.effective(n), 0)?;
+    line("share of the most used, tokens", &[64], ".28", &|n| statistics.top_mass(n), 2)?;
+    let steps: Vec<usize> = (0..layers).step_by(layers.div_ceil(9)).collect();
+    let in_layer = |layer| statistics.reuse_in_layer(1, layer);
+    line("reuse in layer", &steps, ".22 .31 .26 .34 .43 .39 .35 .39 .41 (ten layers each)", &in_layer, 2)?;
+    Ok(())
+}
+
+fn hit_rates(trace: &Trace, warm: usize, capacities: &[f64]) -> Result<()> {
+    let mut out = std::io::stdout();
+    let geometry = trace.geometry();
+    let Geometry { layers, experts, per_token } = geometry;
+    writeln!(
+        out,
+        "\nhit rates after {warm} tokens\nworking sets  global LRU  layer LRU  retention  optimum"
+    )?;
+    for &capacity in capacities {
+        ensure!(capacity >= 0.0, "a capacity is at least 0, found {capacity}");
+        let slots = (capacity * geometry.working_set() as f64).round() as usize;
+        let rate = |policy: &mut dyn Policy| replay(trace, policy, warm).hit_rate();
+        writeln!(
+            out,
+            "{capacity:>12}  {:>10.3}  {:>9.3}  {:>9.3}  {:>7.3}",
+            rate(&mut GlobalLru::new(slots)),
+            rate(&mut LayerLru::new(slots, layers)),
+            rate(&mut Retention::new(slots, layers, experts, per_token)),
+            optimum(trace, slots, warm).hit_rate(),
+        )?;
+    }
+    Ok(())
+}
