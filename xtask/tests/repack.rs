@@ -145,6 +145,31 @@ fn a_report_for_machines() {
     assert_eq!(own["shards"].as_array().unwrap().len(), 15);
 }
 
+/// A report never takes the place of something else, and that is said before any work.
+#[test]
+fn a_report_has_its_own_place() {
+    let dir = temporary();
+    let source = dir.path().join("source");
+    fs::create_dir(&source).unwrap();
+    for (name, bytes) in files(&fixture("tiny-k31")) {
+        fs::write(source.join(name), bytes).unwrap();
+    }
+    let (before, target) = (files(&source), dir.path().join("tree"));
+    std::os::unix::fs::symlink(source.join("config.json"), dir.path().join("link")).unwrap();
+    let refused = |report: &Path, wanted: &str| {
+        let (success, _, err) = repack(&source, &target, &["--report", report.to_str().unwrap()]);
+        assert!(!success && err.contains(wanted), "{}: {err}", report.display());
+    };
+    refused(&source.join("config.json"), "into the source");
+    refused(&dir.path().join("link"), "symbolic link");
+    refused(&dir.path().join("nowhere/report.json"), "the folder of --report");
+    refused(dir.path(), "no regular file");
+    assert!(!target.exists());
+    good(&source, &target, &[]);
+    refused(&target.join("config.json"), "into the target");
+    assert!(files(&source) == before);
+}
+
 #[test]
 fn arguments_that_contradict() {
     let dir = temporary();

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use k3_format::repack::{
     DenseFormat, ExpertTarget, IoMode, Naming, Outcome, Phase, Recipe, Refusals, Repack, RepackError,
@@ -192,6 +192,7 @@ impl Args {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let (recipe, options) = (args.recipe()?, args.options());
+    check_report(args)?;
     let mut open = OpenOptions::default();
     if let Some(file) = &args.indexer_names {
         open = open.indexer_names(IndexerNames::load(file).context("reading the names of --indexer-names")?);
@@ -242,6 +243,28 @@ fn convert(repack: &Repack<'_>, args: &Args, options: &RunOptions) -> Result<Out
 
 fn refused(refusals: &Refusals) -> serde_json::Value {
     serde_json::json!({ "refused": refusals.total, "first_refusals": refusals.first })
+}
+
+/// An error unless the report has a place of its own, before hours of work end with it.
+fn check_report(args: &Args) -> Result<()> {
+    let Some(file) = &args.report else { return Ok(()) };
+    let refuse = |why: &str| bail!("--report {}: {why}; name a new file elsewhere", file.display());
+    let absolute = std::path::absolute(file).with_context(|| format!("--report {}", file.display()))?;
+    let folder = absolute.parent().unwrap_or(&absolute);
+    let folder =
+        folder.canonicalize().with_context(|| format!("the folder of --report {}", file.display()))?;
+    let holds = |dir: &PathBuf| dir.canonicalize().is_ok_and(|dir| folder.starts_with(dir));
+    if holds(&args.source) {
+        return refuse("it would be written into the source");
+    }
+    if holds(&args.target) {
+        return refuse("it would be written into the target, which has a report of its own");
+    }
+    match file.symlink_metadata() {
+        Ok(found) if found.is_symlink() => refuse("it is a symbolic link"),
+        Ok(found) if !found.is_file() => refuse("it is no regular file"),
+        _ => Ok(()),
+    }
 }
 
 fn write_report(args: &Args, outcome: &serde_json::Value, seconds: f64) -> Result<()> {

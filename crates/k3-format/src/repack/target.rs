@@ -27,7 +27,9 @@ pub(super) enum State {
 /// Checks that `dir` may be written to when `source` is read. Nothing is made or changed.
 pub(super) fn check(dir: &Path, source: &Path) -> Result<State, RepackError> {
     let target = |what: &str| RepackError::Target { dir: dir.to_owned(), what: what.to_owned() };
-    match fs::symlink_metadata(dir) {
+    // With a slash or a dot at its end, a path to a link would be followed.
+    let plain: PathBuf = dir.components().collect();
+    match fs::symlink_metadata(&plain) {
         Ok(metadata) if metadata.is_symlink() => {
             return Err(RepackError::TargetIsLink { dir: dir.to_owned() });
         }

@@ -332,7 +332,14 @@ impl<'a> Comparison<'a> {
         let tensor = self.result_tensor(name)?;
         let mut bytes = [0; 4];
         self.result.read(tensor.shard, tensor.begin, &mut bytes)?;
-        Ok(u32::from_le_bytes(bytes))
+        let value = f32::from_le_bytes(bytes);
+        // Blocks of zeros would hide any other: zero times NaN is no zero.
+        if !(value > 0.0 && value.is_normal()) {
+            return Err(self.differs(format!(
+                "`{name}` is {value:e}, and the scale of a matrix is a normal number above 0"
+            )));
+        }
+        Ok(value.to_bits())
     }
 
     /// Compares the source's E8M0 scales in `a` with the result's in `b`.

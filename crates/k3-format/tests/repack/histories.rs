@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use k3_format::repack::{Phase, Recipe, RepackError, RunOptions, VerifyMode};
 
 use super::snapshot::Snapshot;
-use super::{Workshop, same};
+use super::{Workshop, open, same};
 
 fn layers(range: std::ops::Range<usize>) -> RunOptions {
     let mut options = RunOptions::default();
@@ -128,6 +128,41 @@ fn every_byte_is_verified() {
     let mut options = RunOptions::default();
     options.verify = VerifyMode::Full;
     workshop.tree("tree", Recipe::default(), &options);
+}
+
+/// Where the bytes of a tensor are: file, start, end.
+fn place(dir: &std::path::Path, name: &str) -> (std::path::PathBuf, usize, usize) {
+    let tree = open(dir);
+    let tensor = tree.shards().iter().find(|t| t.name == name).unwrap_or_else(|| panic!("{name}"));
+    let begin = tensor.begin as usize;
+    (dir.join(&tree.shards().files()[tensor.shard].name), begin, begin + tensor.byte_len() as usize)
+}
+
+/// A matrix of zeros says nothing about its scale, and a scale that is no number makes it something else.
+#[test]
+fn the_scale_of_a_matrix_of_zeros_is_verified() {
+    let workshop = Workshop::of("tiny-k31");
+    let matrix = "language_model.model.layers.1.block_sparse_moe.experts.0.w2";
+    let (file, begin, end) = place(workshop.source.path(), &format!("{matrix}.weight_packed"));
+    let mut bytes = fs::read(&file).expect("a file");
+    bytes[begin..end].fill(0);
+    fs::write(&file, bytes).expect("written");
+    let mut options = RunOptions::default();
+    options.verify = VerifyMode::Full;
+    workshop.tree("tree", Recipe::default(), &options);
+
+    let scale = format!("{matrix}.weight_global_scale");
+    let (file, begin, end) = place(&workshop.out.path().join("tree"), &scale);
+    let good = fs::read(&file).expect("a file");
+    for wrong in [f32::NAN, f32::INFINITY, 0.0, -1.0, 1e-45] {
+        let mut bad = good.clone();
+        bad[begin..end].copy_from_slice(&wrong.to_le_bytes());
+        fs::write(&file, bad).expect("written");
+        match workshop.run("tree", Recipe::default(), &options) {
+            Err(RepackError::Differs { what, .. }) => assert!(what.contains(&scale), "{what}"),
+            other => panic!("{wrong}: {:?}", other.map(|o| o.proof)),
+        }
+    }
 }
 
 fn changed(workshop: &Workshop, what: &str) {

@@ -90,6 +90,13 @@ fn never_over_something_else() {
     workshop.tree("part", Recipe::default(), &RunOptions::default());
     same(&workshop.files("whole"), &workshop.files("part"));
 
+    // A link is one, however its path ends.
+    symlink(out("whole"), out("alias")).expect("linked");
+    for path in ["alias", "alias/", "alias/."] {
+        let error = attempt(workshop.source.path(), &out(path));
+        assert!(matches!(error, RepackError::TargetIsLink { .. }), "{path}: {error}");
+    }
+
     // The journal itself.
     fs::create_dir(out("linked")).expect("made");
     symlink(&victim, out("linked/.repack-journal")).expect("linked");
