@@ -8,6 +8,7 @@ use std::sync::Mutex;
 
 use serde::Deserialize;
 
+use crate::index::INDEX_FILE;
 use crate::shard_file;
 use crate::small_file::read_small;
 use crate::{Checkpoint, ShardError, Shards};
@@ -196,16 +197,25 @@ impl<'a> Repack<'a> {
         if let Some(begun) = journal.begun.clone() {
             self.check_begun(dir, &begun)?;
         } else {
-            journal.begin(Begun::new(recipe, self.id.clone(), times.clone()))?;
+            // A finished tree does not say how old its source was: its shards are compared below.
+            let known = if earlier.is_empty() { times.clone() } else { Vec::new() };
+            journal.begin(Begun::new(recipe, self.id.clone(), known))?;
             for record in self.completed(dir, earlier) {
                 journal.complete(record)?;
             }
         }
         target::remove_leftovers(dir, &self.plan.shards)?;
+        // A tree with an index is whole, and this one is not, or not known to be.
+        match fs::remove_file(dir.join(INDEX_FILE)) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(RepackError::io("remove", &dir.join(INDEX_FILE))(e));
+            }
+            _ => {}
+        }
         let completed = self.completed(dir, journal.records.clone());
         if journal.begun.as_ref().is_some_and(|begun| begun.times != times) && !completed.is_empty() {
             outcome.notes.push(format!(
-                "files of the source were written after the first run; the {} complete shards were compared with it",
+                "files of the source may be newer than the {} complete shards, so these were compared with it",
                 completed.len()
             ));
             self.check_completed(dir, &completed, options, direct, report)?;
@@ -352,7 +362,7 @@ impl<'a> Repack<'a> {
         match verification.compare(&which, jobs, &mut shown) {
             Ok(_) => Ok(()),
             Err(RepackError::Differs { file, what }) => {
-                let what = format!("{} was made from other weights: {what}", file.display());
+                let what = format!("{} was made from other weights, or is damaged: {what}", file.display());
                 Err(RepackError::SourceChanged { dir: dir.to_owned(), what })
             }
             Err(error) => Err(error),

@@ -130,6 +130,28 @@ fn every_byte_is_verified() {
     workshop.tree("tree", Recipe::default(), &options);
 }
 
+/// A finished tree that lost a shard gets it from the source that it was made from, or not at all.
+#[test]
+fn a_finished_tree_is_not_mended_from_another_source() {
+    let workshop = Workshop::of("tiny-k31");
+    workshop.tree("tree", Recipe::default(), &RunOptions::default());
+    let tree = workshop.out.path().join("tree");
+    // Outside of what the identity of a source samples.
+    let matrix = "language_model.model.layers.5.block_sparse_moe.experts.3.w1.weight_packed";
+    let (file, begin, _) = place(workshop.source.path(), matrix);
+    let mut bytes = fs::read(&file).expect("a file");
+    bytes[begin] ^= 1;
+    fs::write(&file, &bytes).expect("written");
+    fs::remove_file(tree.join("model-00002-of-00015.safetensors")).expect("removed");
+    changed(&workshop, "model-00006-of-00015.safetensors");
+    assert!(!tree.join("model.safetensors.index.json").exists());
+    bytes[begin] ^= 1;
+    fs::write(&file, bytes).expect("written");
+    workshop.tree("tree", Recipe::default(), &RunOptions::default());
+    workshop.tree("again", Recipe::default(), &RunOptions::default());
+    same(&workshop.files("tree"), &workshop.files("again"));
+}
+
 /// Where the bytes of a tensor are: file, start, end.
 fn place(dir: &std::path::Path, name: &str) -> (std::path::PathBuf, usize, usize) {
     let tree = open(dir);
