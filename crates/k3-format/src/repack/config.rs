@@ -41,10 +41,6 @@ const EXCLUDED: [&str; 15] = [
     "*mm_projector*",
 ];
 
-/// Prefixes and module names under which loaders look for a layer's experts.
-const LAYER_SPELLINGS: [&str; 3] = [LAYER_PREFIX, "model.layers.", "layers."];
-const MOE_SPELLINGS: [&str; 2] = ["block_sparse_moe", "mlp"];
-
 /// The config files of a tree.
 pub(super) struct Rewritten {
     /// `config.json`.
@@ -116,20 +112,7 @@ fn compressed_tensors(mut ignore: Vec<Value>) -> Value {
                 "targets": ["Linear"],
                 "input_activations": null,
                 "output_activations": null,
-                "weights": {
-                    "num_bits": 4,
-                    "type": "float",
-                    "strategy": "tensor_group",
-                    "group_size": k3_quant::NV_BLOCK,
-                    "symmetric": true,
-                    "dynamic": false,
-                    "actorder": null,
-                    "block_structure": null,
-                    "observer": "minmax",
-                    "observer_kwargs": {},
-                    "scale_dtype": "torch.float8_e4m3fn",
-                    "zp_dtype": "torch.float8_e4m3fn",
-                },
+                "weights": dense_config::nvfp4_weights(),
             },
         },
         "ignore": ignore,
@@ -140,11 +123,8 @@ fn compressed_tensors(mut ignore: Vec<Value>) -> Value {
 fn model_opt(model: &ModelConfig, dense: Option<&DenseGroup>) -> Value {
     let mut layers = Map::new();
     for layer in (0..model.num_hidden_layers()).filter(|&layer| model.is_moe(layer)) {
-        for prefix in LAYER_SPELLINGS {
-            for moe in MOE_SPELLINGS {
-                let entry = json!({ "quant_algo": "NVFP4", "group_size": k3_quant::NV_BLOCK });
-                layers.insert(format!("{prefix}{layer}.{moe}.experts"), entry);
-            }
+        for name in spellings(&format!("{LAYER_PREFIX}{layer}.block_sparse_moe.experts")) {
+            layers.insert(name, json!({ "quant_algo": "NVFP4", "group_size": k3_quant::NV_BLOCK }));
         }
     }
     let mut excluded: Vec<String> = EXCLUDED.map(str::to_owned).into();

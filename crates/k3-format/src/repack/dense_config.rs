@@ -66,15 +66,7 @@ impl DenseGroup {
     pub(super) fn add_to(&self, config: &mut Value) -> Result<(), String> {
         let (name, weights) = match self.format {
             DenseFormat::Bf16 => return Ok(()),
-            DenseFormat::Nvfp4 => (
-                "nvfp4-pack-quantized",
-                json!({
-                    "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": k3_quant::NV_BLOCK,
-                    "symmetric": true, "dynamic": false, "actorder": null, "block_structure": null,
-                    "observer": "minmax", "observer_kwargs": {},
-                    "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn",
-                }),
-            ),
+            DenseFormat::Nvfp4 => ("nvfp4-pack-quantized", nvfp4_weights()),
             DenseFormat::Int8 => ("int-quantized", integers(8, "channel", None)),
             DenseFormat::Int4 => ("pack-quantized", integers(4, "group", Some(k3_quant::INT4_GROUP))),
         };
@@ -110,6 +102,16 @@ impl DenseGroup {
         let mut matches = |name: String| pattern.matches(&name).unwrap_or(false);
         self.modules.iter().any(|module| spellings(module).into_iter().any(&mut matches))
     }
+}
+
+/// What compressed-tensors says of matrices in NVFP4, experts and others alike.
+pub(super) fn nvfp4_weights() -> Value {
+    json!({
+        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": k3_quant::NV_BLOCK,
+        "symmetric": true, "dynamic": false, "actorder": null, "block_structure": null,
+        "observer": "minmax", "observer_kwargs": {},
+        "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn",
+    })
 }
 
 fn integers(bits: usize, strategy: &str, group_size: Option<usize>) -> Value {

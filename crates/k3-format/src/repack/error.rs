@@ -141,11 +141,6 @@ pub enum RepackError {
     /// A thread that writes ended; never the error of a run, which is that thread's own.
     #[error("the writing thread ended")]
     WriterEnded,
-    /// There is no finished tree to verify.
-    #[error(
-        "`{}` is not a finished repack of this source: {what}; run the repack first, without --layers", .dir.display()
-    )]
-    NotFinished { dir: PathBuf, what: String },
 }
 
 impl RepackError {
