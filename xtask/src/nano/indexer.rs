@@ -107,14 +107,14 @@ pub(super) fn run(args: &IndexerArgs) -> Result<()> {
         },
     )?;
     table(&columns, &rows, &mut out)?;
-    let (mut equal, mut of, mut prompts) = (0, 0, 0);
+    let (mut equal, mut of) = (0, 0);
     for (_, check) in selections.iter().filter(|(_, check)| SELECTIONS.contains(&check.name.as_str())) {
         if let Found::Equal { equal: e, of: o } = check.found {
-            (equal, of, prompts) = (equal + e, of + o, prompts + 1);
+            (equal, of) = (equal + e, of + o);
         }
     }
-    match prompts {
-        0 => writeln!(out, "selections: none are recorded")?,
+    match of {
+        0 => writeln!(out, "selections: none are recorded, only logits tell")?,
         _ => writeln!(out, "selections: {equal} of {of} as recorded")?,
     }
     let wrong = judge(&measured);

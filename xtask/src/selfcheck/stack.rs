@@ -36,16 +36,24 @@ pub(super) fn applies(expected: &Expectations, running: &Sizes, source: Source) 
     }
 }
 
-/// A check of what is of the whole model: skipped, or failed if it was asked for.
+/// Expectations of the whole model: skipped, or failed if they were asked for.
 pub(super) fn left_out(name: &str, what: &str, sizes: &Sizes, source: Source) -> Check {
+    let ran = sizes.layers;
     let note = format!(
-        "{what} of all {} layers, and --layers {ran} runs the first {ran} only: run without --layers, or pass --expect with \
-         results of {ran} layers (cargo xtask trace --layers {ran})",
-        sizes.config.num_hidden_layers(),
-        ran = sizes.layers
+        "{}, or pass --expect with results of {ran} layers (cargo xtask trace --layers {ran})",
+        of_all_layers(what, sizes)
     );
     match source {
         Source::Snapshot => Check::skipped(name, note),
         Source::Named => Check::of(name, false, Found::Nothing, note),
     }
+}
+
+/// Why something that the whole model should do is not looked at.
+pub(super) fn of_all_layers(what: &str, sizes: &Sizes) -> String {
+    format!(
+        "{what} of all {} layers, and --layers {1} runs the first {1} only: run without --layers",
+        sizes.config.num_hidden_layers(),
+        sizes.layers
+    )
 }
