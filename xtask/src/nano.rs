@@ -15,9 +15,10 @@ use k3_graph::{Cpu, Device};
 use k3_runner::Engine;
 
 use crate::OpenArgs;
+use crate::selfcheck::fixtures;
 
 pub use eval::{EvalArgs, Item, Reply, Score, read_items, replies, scores};
-pub use indexer::{Difference, IndexerArgs, differences};
+pub use indexer::{Difference, IndexerArgs, Measured, differences, judge};
 pub use random::RandomSelection;
 
 /// Measure a small trained checkpoint
@@ -81,5 +82,5 @@ fn on_engine<W: OnEngine>(
 
 /// The model of the repository's fixtures.
 fn nano() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/nano")
+    fixtures().join("nano")
 }

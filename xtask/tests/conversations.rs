@@ -4,10 +4,13 @@
 mod support;
 
 use std::fs;
+use std::path::Path;
+use std::process::Stdio;
 
 use serde_json::json;
-use support::{copy, f32s, fixture, i32s, on, refusal, selfcheck, with_words};
+use support::{copy, f32s, fixture, i32s, on, program, refusal, selfcheck, with_words};
 use tempfile::TempDir;
+use xtask::OpenArgs;
 use xtask::expect::{Outcome, Tensor, Tensors, read_tensors, write_tensors};
 use xtask::selfcheck::{Args, Report};
 
@@ -143,4 +146,55 @@ fn a_round_trip_that_fails() {
     fs::write(dir.path().join("conversation.json"), "{}").unwrap();
     let error = refusal(&on(dir.path(), None));
     assert!(error.contains("conversation.json") && error.contains("expected the key"), "{error}");
+}
+
+/// The first layers are held to nothing that is of all of them: it is skipped with the reason or, if it was asked for by
+/// name, failed.
+#[test]
+fn the_first_layers_are_not_the_model() {
+    let four = || OpenArgs { layers: Some(4), ..OpenArgs::default() };
+    let nano = fixture("nano");
+    let (reports, text) = selfcheck(&Args { open: four(), cycles: 2, ..on(&nano, None) });
+    assert!(reports[0].is_good(), "{text}");
+    assert_eq!(names(&reports[0], Outcome::Passed), ["finite", "bit-identical cycles"], "{text}");
+    assert_eq!(names(&reports[0], Outcome::Skipped), ["goldens", "tool call"], "{text}");
+    assert!(
+        text.contains("note: goldens skipped: 20 of 20 goldens are of all 9 layers, and --layers 4"),
+        "{text}"
+    );
+    assert!(text.contains("note: tool call skipped: conversation.json is of all 9 layers"), "{text}");
+
+    let tiny = fixture("tiny-k31");
+    let (reports, text) = selfcheck(&Args { open: four(), cycles: 2, ..on(&tiny, None) });
+    assert_eq!(names(&reports[0], Outcome::Skipped), ["expectations"], "{text}");
+    assert!(reports[0].is_good() && text.contains("of all 13 layers, and --layers 4"), "{text}");
+
+    let asked = |model: &Path, expect: &Path, failed: &str| {
+        let (reports, text) = selfcheck(&Args { open: four(), ..on(model, Some(expect)) });
+        assert_eq!(names(&reports[0], Outcome::Failed), [failed], "{text}");
+        assert!(reports[0].check(failed).unwrap().note.contains("run without --layers"), "{text}");
+        assert!(text.lines().last().unwrap().ends_with("(all layers)"), "{text}");
+        assert!(!text.lines().last().unwrap().contains("--layers"), "{text}");
+    };
+    asked(&nano, &nano.join("goldens"), "goldens");
+    asked(&tiny, &tiny.join("expected.safetensors"), "expectations");
+    let expect = tiny.join("expected.safetensors");
+    let args = ["selfcheck", "--model", tiny.to_str().unwrap(), "--layers", "4", "--expect"];
+    let output = program(&[&args[..], &[expect.to_str().unwrap()]].concat(), Stdio::piped());
+    assert_eq!(output.status.code(), Some(1));
+
+    // What says nothing of layers is of the model where it stands beside the weights, and of the run if it was named.
+    let dir = goldens(|_| {});
+    let folder = dir.path().join("goldens");
+    for name in ["1-one", "2-two"] {
+        let file = folder.join(format!("{name}.safetensors"));
+        let mut tensors = read_tensors(&file).unwrap();
+        tensors.retain(|name, _| ["input_ids", "greedy_ids"].contains(&name.as_str()));
+        fs::remove_file(&file).unwrap();
+        write_tensors(&file, &tensors, "a test", false).unwrap();
+    }
+    let (reports, text) = selfcheck(&Args { open: four(), ..on(dir.path(), None) });
+    assert!(names(&reports[0], Outcome::Skipped).contains(&"goldens"), "{text}");
+    let (reports, text) = selfcheck(&Args { open: four(), ..on(dir.path(), Some(&folder)) });
+    assert_eq!(names(&reports[0], Outcome::Failed), ["goldens greedy_ids"], "{text}");
 }

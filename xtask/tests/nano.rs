@@ -5,15 +5,18 @@ mod support;
 
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::Stdio;
 
 use k3_graph::{Cpu, Device, LogitsWanted, Observer, Probe, Selected, Selection};
 use k3_runner::{Engine, EngineOptions, Generate, Sampling};
 use k3_tokenizer::Tokenizer;
 use serde_json::{Value, json};
-use support::{copy, fixture, program, temporary, with_words};
-use xtask::nano::{Item, RandomSelection, Reply, differences, read_items, replies, scores};
+use support::{copy, fixture, i32s, program, temporary, with_words};
+use xtask::expect::{Check, Found, read_tensors, write_tensors};
+use xtask::nano::{
+    Difference, Item, Measured, RandomSelection, Reply, differences, judge, read_items, replies, scores,
+};
 
 fn open<D: Device>(dir: &Path, device: D) -> Engine<D> {
     Engine::open(dir, device, &EngineOptions::default(), &mut |_| {}).unwrap()
@@ -90,9 +93,17 @@ fn a_random_selection_is_as_large_and_follows_from_its_seed() {
 /// The recorded logits are those of the indexer's choice: others are far away.
 #[test]
 fn the_indexer_matters() {
-    let (topk, found) = differences(&fixture("tiny-k31"), 2, 0).unwrap();
-    let [prompt] = found.as_slice() else { panic!("{found:?}") };
-    assert_eq!((topk, prompt.name.as_str(), prompt.tokens), (16, "prompt", 80));
+    let measured = differences(&fixture("tiny-k31"), 2, 0).unwrap();
+    assert_eq!(judge(&measured), [""; 0]);
+    let [prompt] = measured.differences.as_slice() else { panic!("{measured:?}") };
+    assert_eq!((measured.topk, prompt.name.as_str(), prompt.tokens), (16, "prompt", 80));
+    // Rows of four layers, for the prompt and for the continuation.
+    let selections: Vec<_> = measured.selections.iter().map(|(_, c)| (c.name.as_str(), &c.found)).collect();
+    let all = |n: usize| Found::Equal { equal: n, of: n };
+    assert_eq!(
+        selections,
+        [("greedy_ids", &all(16)), ("index_sel", &all(4 * 80)), ("cont_index_sel", &all(4 * 16))]
+    );
     assert!(prompt.indexer < 3e-5, "{prompt:?}");
     assert!(prompt.dense > 0.1 && prompt.random > 0.1, "{prompt:?}");
 
@@ -107,10 +118,13 @@ fn the_indexer_matters() {
 /// On the trained model the choice is what it was trained with: dense or random attention is another function.
 #[test]
 fn the_indexer_matters_to_the_trained_model() {
-    let (topk, found) = differences(&fixture("nano"), 2, 0).unwrap();
-    assert_eq!(topk, 64);
+    let measured = differences(&fixture("nano"), 2, 0).unwrap();
+    assert_eq!(judge(&measured), [""; 0]);
+    assert_eq!(measured.topk, 64);
+    assert!(measured.selections.iter().any(|(_, c)| c.name == "cont_index_sel"), "{measured:?}");
+    let found = &measured.differences;
     assert!(found.len() >= 10, "{found:?}");
-    for prompt in &found {
+    for prompt in found {
         assert!(prompt.tokens > 64 && prompt.indexer < 1e-5, "{prompt:?}");
         // Far beyond rounding. Dense attention adds only keys that the indexer found to matter little.
         assert!(prompt.dense > 10.0 * prompt.indexer && prompt.random > 1e-2, "{prompt:?}");
@@ -118,6 +132,59 @@ fn the_indexer_matters_to_the_trained_model() {
             assert!(prompt.dense > 1e-3 && prompt.random > 0.5, "{prompt:?}");
         }
     }
+}
+
+/// What is said of prompts at these distances, with the indexer, dense and random, where 1e-5 is allowed.
+#[track_caller]
+fn judged(distances: &[[f64; 3]], selections: &[(String, Check)], wrong: &[&str]) {
+    let difference = |(i, [indexer, dense, random]): (usize, &[f64; 3])| Difference {
+        name: format!("p{i}"),
+        tokens: 100,
+        bound: 1e-5,
+        indexer: *indexer,
+        dense: *dense,
+        random: *random,
+    };
+    let differences = distances.iter().enumerate().map(difference).collect();
+    let found = judge(&Measured { topk: 64, differences, selections: selections.to_vec() });
+    assert_eq!(found.len(), wrong.len(), "{found:?}");
+    for (found, wrong) in found.iter().zip(wrong) {
+        assert!(found.starts_with(wrong), "{found}");
+    }
+}
+
+#[test]
+fn what_an_indexer_is_held_to() {
+    let good = [2e-7, 3e-3, 0.5];
+    judged(&[good, good], &[], &[]);
+    // A short prompt may come near, if far beyond rounding.
+    judged(&[good, [2e-7, 1e-5, 0.5], good], &[], &[]);
+    judged(&[good, [2e-5, 3e-3, 0.5], good], &[], &["p1: with the indexer logits are 2.0e-5"]);
+    judged(&[good, [f64::NAN, 3e-3, 0.5], good], &[], &["p1: with the indexer", "p1: dense", "p1: random"]);
+    // The indexer ran where it should not, or random keys were none.
+    judged(&[good, [2e-7, 2e-7, 0.5], good], &[], &["p1: dense logits are 2.0e-7"]);
+    judged(&[good, [2e-7, 3e-3, f64::NAN], good], &[], &["p1: random logits are NaN"]);
+    judged(&[[2e-7, 9e-5, 0.5]; 3], &[], &["median: dense logits are 9.0e-5"]);
+    judged(&[[2e-7, 3e-3, 9e-5]; 3], &[], &["median: random logits are 9.0e-5"]);
+    let check = |equal| Check::of("index_sel", equal == 4, Found::Equal { equal, of: 4 }, "first at layer 3");
+    let selections = [("p0".to_owned(), check(4)), ("p1".to_owned(), check(3))];
+    judged(&[good, good], &selections, &["p1: index_sel: 3/4 equal (first at layer 3)"]);
+}
+
+/// A recorded choice that does not come again fails the command, and is named.
+#[test]
+fn other_selections_are_a_failure() {
+    let dir = copy("tiny-k31", &[]);
+    let file = dir.path().join("expected.safetensors");
+    let mut tensors = read_tensors(&file).unwrap();
+    let last = i32s(tensors.get_mut("index_sel").unwrap()).last_mut().unwrap();
+    *last = i32::from(*last == 0);
+    fs::remove_file(&file).unwrap();
+    write_tensors(&file, &tensors, "a test", false).unwrap();
+    let (good, out, err) = nano(&["indexer", "--model", dir.path().to_str().unwrap()]);
+    assert!(!good && err.contains("not as it was recorded"), "{out}{err}");
+    assert!(out.contains("selections: 383 of 384 as recorded"), "{out}");
+    assert!(out.contains("FAILED prompt: index_sel: 319/320 equal (first at layer "), "{out}");
 }
 
 /// A few of the held-out dialogues; `cargo xtask nano eval` takes all.
@@ -128,6 +195,11 @@ fn the_trained_model_calls_its_tool() {
     let found: Value = serde_json::from_str(&out).unwrap();
     assert_eq!(found["tasks"][0]["dialogues"], 10);
     assert!(found["tasks"][0]["exact"].as_u64().unwrap() >= 9, "{out}");
+    let model = Path::new(found["model"].as_str().unwrap());
+    assert!(
+        model.ends_with("fixtures/nano") && !model.components().any(|c| c == Component::ParentDir),
+        "{out}"
+    );
 }
 
 fn item(task: &str, prompt: Vec<u32>, reply: Vec<u32>, value: Option<(usize, Vec<u32>)>) -> Item {
@@ -327,4 +399,5 @@ fn the_program_evaluates() {
 
     let (good, out, err) = nano(&["indexer", "--model", fixture("tiny-k31").to_str().unwrap()]);
     assert!(good && out.contains("1 prompt of more than 16 tokens") && out.contains("median"), "{out}{err}");
+    assert!(out.contains("selections: 384 of 384 as recorded") && out.contains("PASS"), "{out}");
 }

@@ -1,55 +1,61 @@
 //! `k3 chat`: a conversation in the terminal, or through pipes.
 
 mod input;
+mod tools;
 
-use std::io::{IsTerminal, StdinLock, stderr};
+use std::io::{IsTerminal, StdinLock};
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::ValueEnum;
 use k3_graph::{Cpu, Device, Reference};
 use k3_runner::{ChatEvent, Chatter, Conversation, Finish, Generate, Sampler, Turn};
-use k3_xtml::json::Value;
 use k3_xtml::{ChatRequest, Effort, EncodeOptions, Message, ReplyCall, ThinkingEffort, encode};
 
-use crate::clock::Clock;
+use crate::clock::{Clock, Rates};
 use crate::model::{DeviceName, ModelArgs};
 use crate::output::{Output, tell};
 use crate::prompt::refused;
+use crate::show::{Show, Style, dim};
 
 use input::{Command, HELP, Line, Lines};
-
-/// The tools that the demonstration model was trained on, exactly as declared there.
-const DEMONSTRATION: &str = include_str!("chat/demonstration.json");
+use tools::{declared, name_of, of_the_demonstration};
 
 /// Talk to a model, line by line
 ///
-/// Every line of stdin is a message, the reply goes to stdout as it comes. Reasoning, prompts and statistics go to stderr.
-/// When the model calls a tool, the next line is the tool's result. Lines that begin with a slash are commands: /help. What
-/// the model has read is kept from turn to turn, so that a turn costs only what is new in it.
+/// Every line of stdin is a message, in UTF-8; the reply goes to stdout as it comes. Reasoning (dim on a terminal), prompts
+/// and statistics go to stderr. A line that ends in a backslash goes on in the next.
+///
+/// No tool is run: when the model calls one, the next line that you write is its result. /empty is an empty result.
+///
+/// Lines that begin with a slash are commands; /help lists them. The end of input, or /quit, ends the conversation.
+///
+/// What the model has read is kept from turn to turn, so a turn costs only what is new in it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  k3 chat                            the demonstration model of the repository
+  k3 chat                           the demonstration model of the repository
   k3 chat DIR --system 'Be brief.' --effort low
-  k3 chat DIR --tools tools.json     OpenAI's list of tools, or an object with it
-  printf 'Who are you?\\n' | k3 chat")]
+  k3 chat DIR --tools tools.json    a list as `tools` of an OpenAI request
+  printf 'Who are you?\\n' | k3 chat 2>/dev/null")]
 pub(crate) struct Args {
-    #[command(flatten)]
-    model: ModelArgs,
     /// Instructions before the conversation
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     system: Option<String>,
-    /// A JSON file that declares tools [default: none; of the demonstration model its own]
+    /// Declare the tools of a JSON file: a list as `tools` of an OpenAI chat request, or an object with it
+    ///
+    /// [default: none; for the demonstration model its own]
     #[arg(long, value_name = "FILE")]
     tools: Option<PathBuf>,
     /// Whether the model thinks before it answers
-    #[arg(long, value_enum, default_value_t = Switch::On)]
+    #[arg(long, value_name = "on|off", value_enum, hide_possible_values = true, default_value_t = Switch::On)]
     thinking: Switch,
-    /// How much it thinks
+    /// How much it thinks, with --thinking on
     #[arg(long, value_enum, default_value_t = EffortName::Max)]
     effort: EffortName,
+    #[command(flatten)]
+    model: ModelArgs,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -60,11 +66,13 @@ enum Switch {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum EffortName {
+    /// Little
     Low,
+    /// Much
     High,
-    /// What a server takes where a request names none
+    /// The most: what a server takes where a request names none
     Max,
-    /// Say nothing about it
+    /// The prompt says nothing about it
     Unset,
 }
 
@@ -92,7 +100,7 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     let request = ChatRequest {
         tools: match tools {
             Some(tools) => tools,
-            None if snapshot.is_demonstration => declarations(DEMONSTRATION)?,
+            None if snapshot.is_demonstration => of_the_demonstration()?,
             None => Vec::new(),
         },
         thinking: args.thinking == Switch::On,
@@ -108,7 +116,10 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
 
     let names: Vec<&str> = request.tools.iter().map(name_of).collect();
     if !names.is_empty() {
-        tell(format_args!("tools: {}; when one is called, you write its result\n", names.join(", ")));
+        tell(format_args!(
+            "tools: {}; when one is called, you write its result, or /empty\n",
+            names.join(", ")
+        ));
     }
     if snapshot.is_demonstration {
         tell(format_args!(
@@ -127,31 +138,6 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     };
     session.talk()?;
     session.out.finish().context("writing the reply to stdout")
-}
-
-/// The declarations in a file.
-fn declared(file: &Path) -> Result<Vec<Value>> {
-    let text =
-        std::fs::read_to_string(file).with_context(|| format!("reading the tools {}", file.display()))?;
-    declarations(&text).with_context(|| format!("reading the tools {}", file.display()))
-}
-
-/// The declarations in a JSON text.
-fn declarations(text: &str) -> Result<Vec<Value>> {
-    let value = Value::parse(text)?;
-    let tools = if let Value::Object(_) = value { value.get("tools") } else { Some(&value) };
-    match tools {
-        Some(Value::Array(tools)) if tools.iter().all(|t| matches!(t, Value::Object(_))) => Ok(tools.clone()),
-        _ => bail!(
-            "expected a list of objects, as `tools` of an OpenAI chat request, or an object with that list"
-        ),
-    }
-}
-
-/// The name that a declaration gives its tool.
-fn name_of(tool: &Value) -> &str {
-    let function = tool.get("function").unwrap_or(tool);
-    function.get("name").and_then(Value::as_str).unwrap_or("(unnamed)")
 }
 
 /// What goes on after a line.
@@ -194,6 +180,7 @@ impl<D: Device> Session<'_, D> {
         let request = &mut self.conversation.request;
         match command {
             Command::Help => tell(format_args!("{HELP}")),
+            Command::Empty => tell(format_args!("/empty is a tool's result, and no tool was called\n")),
             Command::Quit => return Next::Leave,
             Command::Reset => {
                 request.messages.truncate(self.first);
@@ -232,11 +219,25 @@ impl<D: Device> Session<'_, D> {
             if calls.is_empty() || self.out.is_closed() {
                 return Ok(Next::Message);
             }
-            for (call, id) in calls.iter().zip(&turn.call_ids) {
+            for (given, (call, id)) in calls.iter().zip(&turn.call_ids).enumerate() {
                 match self.result(call)? {
                     Answer::Result(text) => self.conversation.push(Message::tool_result(id.as_str(), text)),
                     Answer::Forgotten => return Ok(Next::Message),
                     Answer::Leave => return Ok(Next::Leave),
+                    Answer::Ended => {
+                        let then = match given {
+                            0 => "and the conversation with it",
+                            _ => "so the model answers to those before",
+                        };
+                        let (name, arguments) = (&call.name, &call.arguments);
+                        tell(format_args!(
+                            "the input ended before the result of {name} {arguments}, {then}\n"
+                        ));
+                        match given {
+                            0 => return Ok(Next::Leave),
+                            _ => break,
+                        }
+                    }
                 }
             }
         }
@@ -247,7 +248,11 @@ impl<D: Device> Session<'_, D> {
         let prompt = format!("result of {}> ", call.name);
         while let Some(line) = self.lines.next(&prompt)? {
             match Line::parse(line) {
-                Line::Empty => return Ok(Answer::Result(String::new())),
+                Line::Empty => tell(format_args!(
+                    "an empty line is no result: write what {} gave, or /empty if that was nothing\n",
+                    call.name
+                )),
+                Line::Command(Command::Empty) => return Ok(Answer::Result(String::new())),
                 Line::Text(text) => return Ok(Answer::Result(text)),
                 Line::Command(Command::Quit) => return Ok(Answer::Leave),
                 Line::Command(command) => {
@@ -259,22 +264,23 @@ impl<D: Device> Session<'_, D> {
                 Line::Wrong(why) => tell(format_args!("{why}\n")),
             }
         }
-        Ok(Answer::Leave)
+        Ok(Answer::Ended)
     }
 
     /// One reply, shown as it comes, and what is to be said about it.
     fn reply(&mut self) -> Result<Turn> {
         let mut clock = Clock::new();
-        let mut show = Show { out: &mut self.out, is_dim: false, thought: false, line_open: false };
+        let mut show = Show::new(&mut self.out, Style::Talk);
         let turn = self.conversation.reply(&self.generate, &mut |event| match event {
             ChatEvent::Prefill { layers, of } => {
                 clock.prefill(layers, of);
                 ControlFlow::Continue(())
             }
-            ChatEvent::Reply(event) => {
-                clock.decoding();
-                show.event(&event)
+            ChatEvent::Token(_) => {
+                clock.token();
+                ControlFlow::Continue(())
             }
+            ChatEvent::Reply(event) => show.event(&event),
             _ => ControlFlow::Continue(()),
         });
         show.end();
@@ -283,7 +289,8 @@ impl<D: Device> Session<'_, D> {
         self.generate.sampling.seed = self.generate.sampling.seed.wrapping_add(1);
         let (reply, usage) = (&turn.reply, turn.reply.usage);
         let new = usage.prompt_tokens - turn.kept_tokens;
-        let (first, _, rate) = clock.rates(new, usage.completion_tokens);
+        let Rates { first, reply: rate, .. } = clock.rates(new, usage.completion_tokens);
+        let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} a second"));
         let cut = match reply.finish {
             Finish::Stop(_) => "",
             Finish::Length => "; cut by --max-tokens",
@@ -295,8 +302,8 @@ impl<D: Device> Session<'_, D> {
             if names.is_empty() { String::new() } else { format!("; repaired: {}", names.join(", ")) };
         let (dim, plain) = dim();
         tell(format_args!(
-            "{dim}[prompt {} tokens, {} of them read before; first token after {first:.2?}; reply {} tokens, {rate:.1} a \
-             second{cut}{repaired}]{plain}\n",
+            "{dim}[prompt {} tokens, {} of them read before; first token after {first:.2?}; reply {} tokens{rate}{cut}\
+             {repaired}]{plain}\n",
             usage.prompt_tokens, turn.kept_tokens, usage.completion_tokens,
         ));
         Ok(turn)
@@ -308,71 +315,7 @@ enum Answer {
     Result(String),
     /// The conversation was reset instead.
     Forgotten,
+    /// There is no more input.
+    Ended,
     Leave,
-}
-
-/// How to write dimly on stderr, and how to end it; nothing where stderr is no terminal or colours are not wanted.
-fn dim() -> (&'static str, &'static str) {
-    let wanted = stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
-    if wanted { ("\x1b[2m", "\x1b[0m") } else { ("", "") }
-}
-
-/// A reply on its way to the terminal.
-struct Show<'a> {
-    out: &'a mut Output,
-    /// Reasoning is being written.
-    is_dim: bool,
-    /// There is reasoning without the line break after it.
-    thought: bool,
-    /// There is content without the line break after it.
-    line_open: bool,
-}
-
-impl Show<'_> {
-    fn event(&mut self, event: &k3_xtml::Event) -> ControlFlow<()> {
-        match event {
-            k3_xtml::Event::ReasoningDelta(text) => {
-                let dim = if std::mem::replace(&mut self.is_dim, true) { "" } else { dim().0 };
-                self.thought = true;
-                tell(format_args!("{dim}{text}"));
-                ControlFlow::Continue(())
-            }
-            k3_xtml::Event::ContentDelta(text) => {
-                self.end_thought();
-                self.line_open = !text.ends_with('\n');
-                self.out.say(format_args!("{text}"))
-            }
-            k3_xtml::Event::ToolCall(call) => {
-                self.end();
-                self.out.say(format_args!("-> {} {}\n", call.name, call.arguments))
-            }
-            k3_xtml::Event::Error(_) | k3_xtml::Event::Finish(_) => ControlFlow::Continue(()),
-        }
-    }
-
-    fn end_thought(&mut self) {
-        if std::mem::take(&mut self.thought) {
-            tell(format_args!("{}\n", dim().1));
-            self.is_dim = false;
-        }
-    }
-
-    /// Ends what was begun.
-    fn end(&mut self) {
-        self.end_thought();
-        if std::mem::take(&mut self.line_open) {
-            let _ = self.out.say(format_args!("\n"));
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_tools_of_the_demonstration_model() {
-        let tools = declarations(DEMONSTRATION).unwrap();
-        assert_eq!(tools.iter().map(name_of).collect::<Vec<_>>(), ["get_weather", "get_time"]);
-    }
 }

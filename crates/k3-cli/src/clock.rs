@@ -11,13 +11,51 @@ use crate::output::tell;
 /// Times of a run, and a line of progress: redrawn on a terminal, else every few seconds.
 pub(crate) struct Clock {
     start: Instant,
-    first_token: Option<Duration>,
+    pace: Pace,
     shown: Option<Instant>,
+}
+
+/// When tokens were sampled, counted from the start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pace {
+    first: Option<Duration>,
+    last: Duration,
+}
+
+/// What a run took.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Rates {
+    /// Until the first token was there.
+    pub(crate) first: Duration,
+    /// Tokens of the prompt a second until then.
+    pub(crate) prompt: f64,
+    /// Tokens a second between the first and the last; none where there are not two.
+    pub(crate) reply: Option<f64>,
+}
+
+impl Pace {
+    fn token(&mut self, at: Duration) {
+        self.first.get_or_insert(at);
+        self.last = at;
+    }
+
+    /// The rates of a run that took `total`.
+    fn rates(self, total: Duration, prompt: usize, completion: usize) -> Rates {
+        let first = self.first.unwrap_or(total);
+        let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
+        // The first token of the reply belongs to the time of the prompt.
+        let after = completion.checked_sub(1).filter(|after| *after > 0);
+        Rates {
+            first,
+            prompt: rate(prompt, first),
+            reply: after.map(|after| rate(after, self.last.saturating_sub(first))),
+        }
+    }
 }
 
 impl Clock {
     pub(crate) fn new() -> Self {
-        Self { start: Instant::now(), first_token: None, shown: None }
+        Self { start: Instant::now(), pace: Pace::default(), shown: None }
     }
 
     pub(crate) fn prefill(&mut self, layers: usize, of: usize) {
@@ -28,8 +66,9 @@ impl Clock {
         }
     }
 
-    pub(crate) fn decoding(&mut self) {
-        self.first_token.get_or_insert_with(|| self.start.elapsed());
+    /// A token was sampled, whether anything of it can be seen or not.
+    pub(crate) fn token(&mut self) {
+        self.pace.token(self.start.elapsed());
     }
 
     pub(crate) fn line(&mut self, what: &str, done: usize, of: usize) {
@@ -53,18 +92,41 @@ impl Clock {
     }
 
     pub(crate) fn report<D: Device>(&self, engine: &Engine<D>, prompt: usize, completion: usize) {
-        let (first, before, after) = self.rates(prompt, completion);
+        let Rates { first, prompt, reply } = self.rates(prompt, completion);
+        let then = reply.map_or_else(String::new, |rate| format!(", then {rate:.2} tokens/s"));
         tell(format_args!(
-            "first token after {first:.2?} ({before:.2} prompt tokens/s), then {after:.2} tokens/s; experts: {}\n",
+            "first token after {first:.2?} ({prompt:.2} prompt tokens/s){then}; experts: {}\n",
             engine.store().counters()
         ));
     }
 
     /// The time to the first token, tokens a second of `prompt` until then, and of `completion` after it.
-    pub(crate) fn rates(&self, prompt: usize, completion: usize) -> (Duration, f64, f64) {
-        let total = self.start.elapsed();
-        let first = self.first_token.unwrap_or(total);
-        let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
-        (first, rate(prompt, first), rate(completion.saturating_sub(1), total.saturating_sub(first)))
+    pub(crate) fn rates(&self, prompt: usize, completion: usize) -> Rates {
+        self.pace.rates(self.start.elapsed(), prompt, completion)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rates of a run of 10 s with a prompt of 6 tokens whose tokens came after these seconds.
+    #[track_caller]
+    fn check(tokens: &[u64], first: u64, prompt: f64, reply: Option<f64>) {
+        let mut pace = Pace::default();
+        for &at in tokens {
+            pace.token(Duration::from_secs(at));
+        }
+        let expected = Rates { first: Duration::from_secs(first), prompt, reply };
+        assert_eq!(pace.rates(Duration::from_secs(10), 6, tokens.len()), expected, "{tokens:?}");
+    }
+
+    /// From the first token to the last, and over the tokens that came in that time; what follows does not count.
+    #[test]
+    fn the_pace_of_a_reply() {
+        check(&[2, 3, 4, 5, 6], 2, 3.0, Some(1.0));
+        check(&[2, 4, 8], 2, 3.0, Some(1.0 / 3.0));
+        check(&[3], 3, 2.0, None);
+        check(&[], 10, 0.6, None);
     }
 }

@@ -15,47 +15,61 @@ use k3_xtml::{Channel, ChatRequest, EncodeOptions, Message, encode};
 use crate::clock::Clock;
 use crate::model::{DeviceName, ModelArgs};
 use crate::output::{Output, tell};
-use crate::parse::{event_json, reply_json};
+use crate::parse::reply_json;
 use crate::prompt::{read, refused};
 use crate::request::apply;
+use crate::show::{Show, Style};
 
 /// Generate a reply
 ///
-/// Content goes to stdout as it comes, each tool call as a line of JSON. Reasoning, progress and statistics go to stderr.
+/// Content goes to stdout as it comes, and each tool call as a line of JSON of its own. Reasoning, progress and statistics
+/// go to stderr: through a pipe stdout is the answer and nothing else. On a terminal reasoning is dim (plain if NO_COLOR is
+/// set), and the answer begins on a line of its own.
+///
+/// For programs, --json makes every piece of the reply, reasoning too, a line of JSON on stdout.
 #[derive(Debug, clap::Args)]
+#[command(override_usage = "\
+k3 generate [DIR] --prompt TEXT [OPTIONS]
+       k3 generate [DIR] --chat FILE [OPTIONS]
+       k3 generate [DIR] --raw TEXT [OPTIONS]
+       k3 generate [DIR] --ids IDS [OPTIONS]")]
 #[command(after_help = "\
 Examples:
-  k3 generate --prompt 'Who are you?'                  the demonstration model of the repository
+  k3 generate --prompt 'Who are you?'             the demonstration model
   k3 generate DIR --prompt 'What is 2 + 2?'
-  k3 generate DIR --chat request.json --max-tokens 200 --json
-  k3 generate DIR --ids 1,2,3 --temperature 0          token ids in, token ids out")]
+  k3 generate DIR --prompt 'Hello' 2>/dev/null    the answer alone
+  k3 generate DIR --chat request.json --json      lines of JSON
+  k3 generate DIR --ids 1,2,3 --temperature 0     token ids in, token ids out")]
 pub(crate) struct Args {
     #[command(flatten)]
-    model: ModelArgs,
-    #[command(flatten)]
     input: Input,
+    /// Write one JSON event a line to stdout, and the whole reply with its usage as the last line; with --prompt or --chat
+    #[arg(long, conflicts_with_all = ["raw", "ids"])]
+    json: bool,
     /// Go on past end tokens, for benchmarks
     #[arg(long)]
     ignore_eos: bool,
-    /// One JSON event a line on stdout, and the whole reply with its usage as the last line; for conversations
-    #[arg(long, conflicts_with_all = ["raw", "ids"])]
-    json: bool,
+    #[command(flatten)]
+    model: ModelArgs,
 }
+
+/// Heading in the help.
+const INPUT: &str = "What to reply to, or to continue (one of them)";
 
 #[derive(Debug, clap::Args)]
 #[group(required = true, multiple = false)]
 struct Input {
-    /// A user's message
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    /// A user's message, as the only one of a conversation
+    #[arg(long, help_heading = INPUT, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Option<String>,
     /// An OpenAI chat request in a file, or - for stdin
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, help_heading = INPUT, value_name = "FILE")]
     chat: Option<PathBuf>,
     /// Text to continue as it is, without a conversation around it
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    #[arg(long, help_heading = INPUT, value_name = "TEXT", allow_hyphen_values = true)]
     raw: Option<String>,
-    /// Token ids to continue; needs no tokenizer
-    #[arg(long, value_name = "IDS", value_delimiter = ',')]
+    /// Token ids to continue, separated by commas; no tokenizer is needed, and ids come out
+    #[arg(long, help_heading = INPUT, value_name = "IDS", value_delimiter = ',')]
     ids: Vec<u32>,
 }
 
@@ -137,26 +151,25 @@ fn chat<D: Device>(
 ) -> Result<()> {
     let mut clock = Clock::new();
     let mut out = Output::default();
-    let mut show = |event: ChatEvent| match event {
+    let mut show = Show::new(&mut out, if args.json { Style::Events } else { Style::Plain });
+    let mut events = |event: ChatEvent| match event {
         ChatEvent::Prefill { layers, of } => {
             clock.prefill(layers, of);
             ControlFlow::Continue(())
         }
-        ChatEvent::Reply(event) => {
-            clock.decoding();
-            if args.json {
-                out.say(format_args!("{}\n", event_json(&event)))
-            } else {
-                print_event(&event, &mut out)
-            }
+        ChatEvent::Token(_) => {
+            clock.token();
+            ControlFlow::Continue(())
         }
+        ChatEvent::Reply(event) => show.event(&event),
         _ => ControlFlow::Continue(()),
     };
     let mut sequence = engine.new_sequence()?;
-    let ChatReply { reply, finish, usage, logits_hash, .. } =
-        chatter.reply_to_ids(&mut sequence, ids, channel, generate, &mut show).context("generating")?;
+    let generated = chatter.reply_to_ids(&mut sequence, ids, channel, generate, &mut events);
+    show.end();
+    let ChatReply { reply, finish, usage, logits_hash, .. } = generated.context("generating")?;
     // The statistics are told even if no one reads the reply any more.
-    let _ = if args.json {
+    if args.json {
         let mut whole = reply_json(&reply);
         whole["usage"] = serde_json::json!({
             "prompt_tokens": usage.prompt_tokens,
@@ -164,12 +177,8 @@ fn chat<D: Device>(
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         });
-        out.say(format_args!("{whole}\n"))
-    } else if !reply.content.is_empty() && !reply.content.ends_with('\n') {
-        out.say(format_args!("\n"))
-    } else {
-        ControlFlow::Continue(())
-    };
+        let _ = out.say(format_args!("{whole}\n"));
+    }
     let reason = reply.finish_reason.map_or("cancelled", |r| r.as_str());
     tell(format_args!(
         "\nfinish_reason {reason} ({}); prompt {} tokens, completion {} of which {} reasoning\n",
@@ -210,7 +219,7 @@ fn complete<D: Device>(
             ControlFlow::Continue(())
         }
         Event::Token(id) => {
-            clock.decoding();
+            clock.token();
             let separator = if std::mem::take(&mut first) { "" } else { " " };
             match decoder.as_mut().map(|d| d.push(id)) {
                 Some(Ok(text)) => out.say(format_args!("{text}")),
@@ -238,16 +247,6 @@ fn complete<D: Device>(
     clock.report(engine, ids.len(), tokens.len());
     tell(format_args!("logits_hash {logits_hash}\n"));
     out.finish().context("writing the reply to stdout")
-}
-
-fn print_event(event: &k3_xtml::Event, out: &mut Output) -> ControlFlow<()> {
-    match event {
-        k3_xtml::Event::ReasoningDelta(text) => tell(format_args!("{text}")),
-        k3_xtml::Event::ContentDelta(text) => return out.say(format_args!("{text}")),
-        k3_xtml::Event::ToolCall(_) => return out.say(format_args!("{}\n", event_json(event))),
-        k3_xtml::Event::Error(_) | k3_xtml::Event::Finish(_) => {}
-    }
-    ControlFlow::Continue(())
 }
 
 fn ended(finish: Finish) -> String {

@@ -11,7 +11,9 @@ mod output;
 mod parse;
 mod prompt;
 mod request;
+mod show;
 mod store;
+mod text;
 mod tokens;
 
 use std::process::ExitCode;

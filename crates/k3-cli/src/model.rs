@@ -14,46 +14,62 @@ use crate::clock::Clock;
 use crate::output::tell;
 use crate::store::StoreArgs;
 
+/// Headings in the help.
+const SAMPLING: &str = "Sampling";
+const MACHINE: &str = "Machine";
+
 /// Arguments of every command that runs a model.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
-    /// The snapshot folder [default: fixtures/nano of this repository, a demonstration model]
+    /// The snapshot folder
+    ///
+    /// [default: fixtures/nano of this repository, a demonstration model]
     dir: Option<PathBuf>,
-    /// The folder with tiktoken.model and tokenizer_config.json [default: the snapshot folder]
+    /// The folder with tiktoken.model and tokenizer_config.json
+    ///
+    /// [default: the snapshot folder]
     #[arg(long, value_name = "DIR")]
     tokenizer: Option<PathBuf>,
     /// Tokens of a reply at most, reasoning included
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256)]
     pub(crate) max_tokens: usize,
-    /// 0 takes the most likely token [default: generation_config.json, else 1; of the demonstration model 0]
-    #[arg(long, allow_negative_numbers = true)]
+    /// How evenly tokens are drawn; 0 takes the most likely one
+    ///
+    /// [default: generation_config.json, else 1; the demonstration model: 0]
+    #[arg(long, value_name = "T", help_heading = SAMPLING, allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Keep this many of the most likely tokens; 0 keeps all [default: generation_config.json, else 0]
-    #[arg(long)]
+    /// Keep this many of the most likely tokens; 0 keeps all
+    ///
+    /// [default: generation_config.json, else 0]
+    #[arg(long, value_name = "N", help_heading = SAMPLING)]
     top_k: Option<usize>,
-    /// Keep the most likely tokens up to this sum of probabilities [default: generation_config.json, else 0.95]
-    #[arg(long, allow_negative_numbers = true)]
+    /// Keep the most likely tokens up to this sum of probabilities
+    ///
+    /// [default: generation_config.json, else 0.95]
+    #[arg(long, value_name = "P", help_heading = SAMPLING, allow_negative_numbers = true)]
     top_p: Option<f32>,
-    /// Drop tokens less likely than this share of the most likely
-    #[arg(long, default_value_t = Sampling::default().min_p, allow_negative_numbers = true)]
+    /// Drop tokens less likely than this share of the most likely one's probability
+    #[arg(long, value_name = "P", help_heading = SAMPLING, default_value_t = Sampling::default().min_p,
+          allow_negative_numbers = true)]
     min_p: f32,
-    /// The same seed gives the same text
-    #[arg(long, default_value_t = 0)]
+    /// The same seed draws the same tokens
+    #[arg(long, value_name = "N", help_heading = SAMPLING, default_value_t = 0)]
     seed: u64,
     /// What computes
-    #[arg(long, value_enum, default_value_t = DeviceName::Cpu)]
+    #[arg(long, value_enum, help_heading = MACHINE, default_value_t = DeviceName::Cpu)]
     pub(crate) device: DeviceName,
     /// Threads of the cpu device; 0 takes one a core
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", help_heading = MACHINE, default_value_t = 0)]
     pub(crate) threads: usize,
-    /// Tokens of the prompt that are computed together; the result does not depend on it
-    #[arg(long, default_value_t = EngineOptions::default().chunk_tokens)]
+    /// Tokens of the prompt that are computed at once; no result depends on it
+    #[arg(long, value_name = "N", help_heading = MACHINE, default_value_t = EngineOptions::default().chunk_tokens)]
     chunk: usize,
-    #[command(flatten)]
-    store: StoreArgs,
-    /// Run K3.1 without its indexer: another function than it was trained for, past the indexer's budget
+    /// Run K3.1 without its indexer: past the indexer's budget, another function than it was trained for
     #[arg(long)]
     ignore_indexer: bool,
+    // The heading goes on to whatever follows.
+    #[command(flatten, next_help_heading = MACHINE)]
+    store: StoreArgs,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -158,8 +174,8 @@ impl Snapshot {
 
 /// Where the demonstration model can be: in the sources that this program was built from, or in those that it is run in.
 fn candidates() -> [PathBuf; 2] {
-    let nano = |root: &str| Path::new(root).join("fixtures/nano");
-    [nano(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")), nano(".")]
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new("."));
+    [sources.join("fixtures/nano"), PathBuf::from("fixtures/nano")]
 }
 
 /// Whether a folder that was named is the demonstration model's.

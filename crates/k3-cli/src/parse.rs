@@ -1,6 +1,6 @@
 //! `k3 parse`: a reply as the model gave it, to reasoning, content and tool calls.
 
-use std::io::{self, Read as _, Write as _, stdout};
+use std::io::{self, Write as _, stdout};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
@@ -8,6 +8,8 @@ use k3_xtml::{
     Channel, Control, Event, FinishReason, Piece, Reply, ReplyParser, StopReason, TextReplyParser,
 };
 use serde_json::{Value, json};
+
+use crate::text::all_of_stdin;
 
 /// Parse a reply: a JSON array of text chunks on stdin, one JSON object out
 ///
@@ -56,8 +58,7 @@ enum Mode {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let mut text = String::new();
-    std::io::stdin().lock().read_to_string(&mut text).context("reading chunks from stdin")?;
+    let text = all_of_stdin("chunks")?;
     let chunks: Vec<String> =
         serde_json::from_str(&text).context("expected a JSON array of strings on stdin")?;
     let start = match args.start {

@@ -1,6 +1,6 @@
 //! `k3 prompt`: exactly what the model will read.
 
-use std::io::{Read as _, Write as _, stdout};
+use std::io::{Write as _, stdout};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
@@ -8,6 +8,8 @@ use clap::ValueEnum;
 use k3_runner::prompt_ids;
 use k3_tokenizer::Tokenizer;
 use k3_xtml::{ChatRequest, EncodeOptions, Entry, Revision, encode};
+
+use crate::text::all_of_stdin;
 
 /// Show what the model will read for a chat request
 ///
@@ -112,9 +114,7 @@ fn bare(text: &str) -> Result<ChatRequest, k3_xtml::EncodeError> {
 /// A request from a file or, for `-`, from stdin.
 pub(crate) fn read(path: &Path) -> Result<String> {
     if path == Path::new("-") {
-        let mut text = String::new();
-        std::io::stdin().lock().read_to_string(&mut text).context("reading the request from stdin")?;
-        Ok(text)
+        all_of_stdin("the request")
     } else {
         std::fs::read_to_string(path).with_context(|| format!("reading the request {}", path.display()))
     }

@@ -1,10 +1,12 @@
 //! `k3 tokenize` and `k3 detokenize`.
 
-use std::io::{BufRead, BufWriter, Read, Write, stdin, stdout};
+use std::io::{BufRead, BufWriter, Write, stdin, stdout};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use k3_tokenizer::Tokenizer;
+
+use crate::text::{Place, all_of_stdin, utf8};
 
 /// Text on stdin to token ids on stdout
 ///
@@ -45,8 +47,7 @@ pub(crate) fn tokenize(args: &TokenizeArgs) -> Result<()> {
             Ok(writeln!(out, "{}", serde_json::to_string(&tokenizer.encode(&text))?)?)
         });
     }
-    let mut text = String::new();
-    stdin().lock().read_to_string(&mut text).context("reading text from stdin")?;
+    let text = all_of_stdin("text")?;
     let mut out = BufWriter::new(out);
     for (i, id) in tokenizer.encode(&text).into_iter().enumerate() {
         write!(out, "{}{id}", if i == 0 { "" } else { " " })?;
@@ -64,8 +65,7 @@ pub(crate) fn detokenize(args: &DetokenizeArgs) -> Result<()> {
             Ok(writeln!(out, "{}", serde_json::to_string(&tokenizer.decode_lossy(&ids)?)?)?)
         });
     }
-    let mut text = String::new();
-    stdin().lock().read_to_string(&mut text).context("reading ids from stdin")?;
+    let text = all_of_stdin("ids")?;
     let ids = text
         .split(|c: char| c.is_whitespace() || c == ',')
         .filter(|word| !word.is_empty())
@@ -76,11 +76,15 @@ pub(crate) fn detokenize(args: &DetokenizeArgs) -> Result<()> {
 
 /// Calls `f` with each line of stdin that is not blank; an error says which line.
 fn each_line(mut f: impl FnMut(&str) -> Result<()>) -> Result<()> {
-    for (i, line) in stdin().lock().lines().enumerate() {
-        let line = line.with_context(|| format!("reading line {} of stdin", i + 1))?;
+    let mut place = Place::default();
+    for line in stdin().lock().split(b'\n') {
+        let line = line.with_context(|| format!("reading line {} of stdin", place.lines + 1))?;
+        let next = Place { lines: place.lines + 1, bytes: place.bytes + line.len() + 1 };
+        let line = utf8(line, place).context("reading stdin")?;
         if !line.trim().is_empty() {
-            f(&line).with_context(|| format!("line {} of stdin", i + 1))?;
+            f(&line).with_context(|| format!("line {} of stdin", next.lines))?;
         }
+        place = next;
     }
     Ok(())
 }

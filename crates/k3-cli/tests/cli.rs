@@ -15,7 +15,7 @@ fn small() -> String {
 }
 
 /// Runs `k3 ARGS` with `input` on stdin.
-fn k3(args: &[&str], input: &str) -> Output {
+fn k3(args: &[&str], input: impl AsRef<[u8]>) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_k3"))
         .args(args)
         .stdin(Stdio::piped())
@@ -23,7 +23,7 @@ fn k3(args: &[&str], input: &str) -> Output {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    child.stdin.take().unwrap().write_all(input.as_ref()).unwrap();
     child.wait_with_output().unwrap()
 }
 
@@ -37,7 +37,7 @@ fn ok(args: &[&str], input: &str) -> String {
 
 /// Stderr of a run that must fail, and write nothing to stdout.
 #[track_caller]
-fn fails(args: &[&str], input: &str) -> String {
+fn fails(args: &[&str], input: impl AsRef<[u8]>) -> String {
     let output = k3(args, input);
     assert!(!output.status.success(), "{args:?} succeeded");
     assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
@@ -136,7 +136,7 @@ fn the_entry_points_of_the_vendor_differ() {
 #[test]
 fn refused_requests() {
     let check = |request: Value, name: &str| {
-        let error = fails(&["prompt", "-"], &request.to_string());
+        let error = fails(&["prompt", "-"], request.to_string());
         assert!(error.starts_with(&format!("error: {name}: ")), "{error}");
     };
     let message = |message: Value| json!({ "messages": [message] });
@@ -264,11 +264,11 @@ fn a_request_decides_about_its_generation() {
     let whole: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
     assert_eq!(whole["usage"]["completion_tokens"], 2);
     for (field, value) in [("n", json!(3)), ("stop", json!(["e"])), ("tool_choice", json!("banana"))] {
-        assert!(fails(&args, &with(field, value)).contains(field));
+        assert!(fails(&args, with(field, value)).contains(field));
     }
-    assert!(fails(&args, &with("top_p", json!(2))).contains("top_p"));
+    assert!(fails(&args, with("top_p", json!(2))).contains("top_p"));
     // The encoder's refusals keep their names, and none of this has printed the banner of a loaded model.
-    let error = fails(&args, &with("messages", json!([{"role": "alien", "content": ""}])));
+    let error = fails(&args, with("messages", json!([{"role": "alien", "content": ""}])));
     assert!(error.starts_with("error: unknown_role: "), "{error}");
     let no_reply = with("chat_template_kwargs", json!({"add_generation_prompt": false}));
     assert!(fails(&args, &no_reply).contains("add_generation_prompt"));
@@ -288,7 +288,54 @@ fn arguments_of_generate() {
     assert!(fails(&["generate", &dir, "--raw", ""], "").contains("there are no tokens"));
     let long = "x".repeat(5000);
     let error = fails(&["generate", &dir, "--raw", &long], "");
-    assert!(error.contains("5000") && error.contains("4096"), "{error}");
+    assert!(error.contains(": 5000 tokens do not fit the model's context of 4096"), "{error}");
+}
+
+/// The help of what a new user runs first fits a terminal of 80 columns, and no example breaks.
+#[test]
+fn help_fits_a_terminal() {
+    for command in ["chat", "generate"] {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_k3")).args([command, "--help"]).env("COLUMNS", "80").output();
+        let help = String::from_utf8(output.unwrap().stdout).unwrap();
+        for line in help.lines() {
+            assert!(line.chars().count() <= 80, "{line}");
+        }
+        let (_, examples) = help.split_once("Examples:\n").unwrap();
+        for line in examples.lines() {
+            assert!(line.starts_with("  k3 ") || line.starts_with("  printf "), "{line:?}");
+        }
+    }
+}
+
+/// Bytes that are no text are refused where they stand, by every command that reads text.
+#[test]
+fn input_that_is_no_text() {
+    let check = |args: &[&str], input: &[u8], place: &str| {
+        let error = fails(args, input);
+        assert!(error.contains(place) && error.contains("expected UTF-8 text"), "{args:?}: {error}");
+    };
+    let small = small();
+    let second = "line 2, byte offset 1 (4 of the whole input)";
+    check(&["tokenize", &small], b"ab\nc\xff", second);
+    check(&["detokenize", &small], b"12\n3\xff", second);
+    check(&["tokenize", &small, "--json"], b"  \n\"\xff\"", second);
+    check(&["detokenize", &small, "--json"], b"  \n[\xff]\n", second);
+    check(&["prompt", "-"], b"{}\n \xff", second);
+    check(&["parse"], b"[]\n \xff", second);
+    check(&["generate", "--chat", "-"], b"{}\n \xff", second);
+
+    let model = tiny_with_bytes();
+    let args = ["chat", &model.path().display().to_string(), "--max-tokens", "1"];
+    check(&args, b"\xe9\n", "line 1, byte offset 0 (0 of the whole input)");
+    let output = k3(&args, b"Hello\nbye \xff\nnever read\n");
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success(), "{told}");
+    assert_eq!(told.lines().filter(|l| l.starts_with("[prompt ")).count(), 1, "{told}");
+    assert!(
+        told.contains("error: reading stdin: line 2, byte offset 4 (10 of the whole input): expected UTF-8"),
+        "{told}"
+    );
 }
 
 /// A reader that goes away ends the run early and quietly; a logger that goes away does not end it at all.
@@ -324,7 +371,7 @@ fn a_conversation_through_pipes() {
     let model = tiny_with_bytes();
     let dir = model.path().display().to_string();
     let args = [&dir, "--max-tokens", "1", "--thinking", "off", "--system", "Be brief.", "--seed", "3"];
-    let input = "Hello\n\n/thinkin off\n/help\nAnd now?\\\nTwo lines\n/reset\nHello";
+    let input = "Hello\n\n/thinkin off\n/reset all\n/empty\n/help\nAnd now?\\\nTwo lines\n/reset\nHello";
     let (out, told) = talk(&args, input);
     let turns: Vec<&str> = told.lines().filter(|l| l.starts_with("[prompt ")).collect();
     let [first, second, third] = turns.try_into().unwrap();
@@ -338,6 +385,9 @@ fn a_conversation_through_pipes() {
     assert_eq!(prompt(third), prompt(first));
     assert!(third.contains(", 0 of them read before"), "{told}");
     assert!(told.contains("/thinkin is no command") && told.contains("/effort low|high|max|unset"), "{told}");
+    assert!(told.contains("/reset takes no argument") && told.contains("no tool was called"), "{told}");
+    // One token has no pace.
+    assert!(first.contains("; reply 1 tokens; cut"), "{told}");
     // The same seed gives the same conversation, and no prompt is written for a pipe.
     assert!(!out.is_empty());
     assert_eq!(talk(&args, input).0, out);
@@ -352,6 +402,7 @@ fn a_conversation_survives_errors() {
     let input = format!("short\n{}\nshort\n/quit\nnever read\n", "x".repeat(5000));
     let (_, told) = talk(&[&dir, "--max-tokens", "1", "--thinking", "off"], &input);
     assert!(told.contains("error: the prompt cannot be run") && told.contains("4096"), "{told}");
+    assert!(!told.contains("already consumed"), "{told}");
     let turns: Vec<&str> = told.lines().filter(|l| l.starts_with("[prompt ")).collect();
     assert_eq!(turns.len(), 2, "{told}");
     assert!(!turns[1].contains(", 0 of them read before"), "{told}");
@@ -369,7 +420,8 @@ fn tools_are_checked_before_the_model() {
         fails(&["chat", "/nonexistent", "--tools", &file.path().display().to_string()], "")
     };
     assert!(with("[1]").contains("expected a list of objects"));
-    assert!(with("{\"tools\": 1}").contains("expected a list of objects"));
+    let twice = r#"[{"function": {"name": "a"}}, {"function": {"name": "a"}}]"#;
+    assert!(with(twice).contains("tools[1].function.name is `a`, as that of tools[0]"));
     assert!(with("{").contains("reading the tools"));
     assert!(
         fails(&["chat", "/nonexistent", "--tools", "/nonexistent/tools.json"], "")
@@ -384,12 +436,64 @@ fn tools_are_checked_before_the_model() {
     assert!(told.contains("tools: get_weather;"), "{told}");
 }
 
+const WEATHER: &str = r#"{"city":"Paris","sky":"light rain","temp":17}"#;
+
+/// A conversation with the demonstration model: what it says, whether that contains `answer`, how many replies there are,
+/// and what else is told.
+#[track_caller]
+fn check_tools(input: &str, replies: usize, answer: &str, words: &[&str]) {
+    let (out, told) = talk(&[], input);
+    assert_eq!(told.lines().filter(|l| l.starts_with("[prompt ")).count(), replies, "{out}{told}");
+    assert!(out.contains(answer), "{out}{told}");
+    for word in words {
+        assert!(told.contains(word), "`{word}` is not in: {told}");
+    }
+}
+
+#[test]
+fn results_of_tools() {
+    let paris = "What is the weather in Paris?";
+    // The last line needs no end, and a backslash there promises nothing.
+    check_tools(&format!("{paris}\n{WEATHER}"), 2, "light rain", &[]);
+    check_tools(&format!("{paris}\n{WEATHER}\\"), 2, "light rain", &[]);
+    assert_eq!(talk(&[], "Who are you?\\").0, talk(&[], "Who are you?\n").0);
+    // An empty line is no result, a command is none either, and an empty result is said.
+    let asked = ["an empty line is no result", "/quit takes no argument"];
+    check_tools(&format!("{paris}\n\n/quit now\n{WEATHER}\n"), 2, "light rain", &asked);
+    check_tools(&format!("{paris}\n/empty\n"), 2, "-> get_weather", &[]);
+    // What was given before the input ended is answered to; without a result there is nothing to answer.
+    let ended = r#"the input ended before the result of get_weather {"city": "Paris"}, and the conversation"#;
+    check_tools(&format!("{paris}\n"), 1, "-> get_weather", &[ended]);
+    let both = "What is the weather in Paris and in Rome?";
+    let ended = r#"the input ended before the result of get_weather {"city": "Rome"}, so the model answers"#;
+    check_tools(&format!("{both}\n{WEATHER}"), 2, "light rain", &[ended]);
+}
+
+/// What goes through a pipe is the answer alone; reasoning ends before anything else is told.
+#[test]
+fn a_reply_and_its_reasoning_are_apart() {
+    let events = ok(&["generate", "--prompt", "Who are you?", "--json"], "");
+    let whole: Value = serde_json::from_str(events.lines().last().unwrap()).unwrap();
+    let output = k3(&["generate", "--prompt", "Who are you?"], "");
+    let (out, told) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    assert_eq!(out, format!("{}\n", whole["content"].as_str().unwrap()));
+    let reasoning = whole["reasoning_content"].as_str().unwrap();
+    assert!(!reasoning.is_empty() && told.lines().any(|line| line == reasoning), "{told}");
+
+    let tool = r#"{"type":"function","function":{"name":"get_weather","description":"The weather in a city","parameters":
+        {"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}}}"#;
+    let request = format!(
+        r#"{{"messages":[{{"role":"user","content":"What is the weather in Paris?"}}],"tools":[{tool}],"reasoning_effort":"low"}}"#
+    );
+    let call: Value = serde_json::from_str(&ok(&["generate", "--chat", "-"], &request)).unwrap();
+    assert_eq!(call["tool_call"]["name"], "get_weather", "{call}");
+}
+
 /// Without a folder the demonstration model runs, and says what it is. A person at the other end of the pipe plays its
 /// tools.
 #[test]
 fn the_demonstration_model() {
-    let result = r#"{"city":"Paris","sky":"light rain","temp":17}"#;
-    let (out, told) = talk(&[], &format!("Who are you?\nWhat is the weather in Paris?\n{result}\n"));
+    let (out, told) = talk(&[], &format!("Who are you?\nWhat is the weather in Paris?\n{WEATHER}\n"));
     assert!(told.starts_with("demonstration model (nano), not Kimi: "), "{told}");
     assert!(told.contains("temperature 0,") && told.contains("tools: get_weather, get_time;"), "{told}");
     let lines: Vec<&str> = out.lines().collect();

@@ -50,6 +50,9 @@ pub enum ChatEvent {
         /// Of.
         of: usize,
     },
+    /// A token was sampled. What it adds to the reply, if anything, comes after it: markers and parts of characters
+    /// add nothing that can be seen.
+    Token(u32),
     /// A piece of the reply.
     Reply(k3_xtml::Event),
 }
@@ -172,7 +175,10 @@ impl<'a, D: Device> Chatter<'a, D> {
         let generation = self.engine.generate(sequence, prompt, &request, &mut |event| match event {
             Event::Prefill { layers, of } => events(ChatEvent::Prefill { layers, of }),
             Event::Token(id) => match reader.push(id) {
-                Ok(parsed) => parsed.into_iter().try_for_each(|event| events(ChatEvent::Reply(event))),
+                Ok(parsed) => {
+                    let parsed = parsed.into_iter().map(ChatEvent::Reply);
+                    std::iter::once(ChatEvent::Token(id)).chain(parsed).try_for_each(&mut *events)
+                }
                 Err(error) => {
                     unknown = Some(error);
                     ControlFlow::Break(())

@@ -68,10 +68,12 @@ fn a_reply_comes_as_events_that_join_to_it() {
     };
     let mut joined = k3_xtml::Reply::default();
     let mut layers = (0, 0);
+    let mut tokens = Vec::new();
     let reply = chatter
         .reply(&request, &generate, &mut |event| {
             match event {
                 ChatEvent::Prefill { layers: done, of } => layers = (done, of),
+                ChatEvent::Token(id) => tokens.push(id),
                 ChatEvent::Reply(event) => joined.push(event),
                 _ => {}
             }
@@ -79,6 +81,7 @@ fn a_reply_comes_as_events_that_join_to_it() {
         })
         .unwrap();
     assert_eq!(joined, reply.reply);
+    assert_eq!(tokens, reply.tokens, "each was told, whether it could be seen or not");
     assert_eq!(layers.0, layers.1, "prefill was reported to its end");
     assert_eq!(reply.usage.completion_tokens, reply.tokens.len());
     assert_eq!(reply.usage.prompt_tokens, chatter.prompt_ids(&request).unwrap().1.len());
@@ -93,6 +96,13 @@ fn a_caller_can_break_off() {
     let request = ChatRequest::new(vec![Message::user("hello")]);
     let reply = chatter.reply(&request, &Generate::default(), &mut |_| ControlFlow::Break(())).unwrap();
     assert_eq!((reply.finish, reply.tokens.len(), reply.reply.finish_reason), (Finish::Cancelled, 0, None));
+    // At the first token: it has been generated, and is the last.
+    let mut at_a_token = |event| match event {
+        ChatEvent::Prefill { .. } => ControlFlow::Continue(()),
+        _ => ControlFlow::Break(()),
+    };
+    let reply = chatter.reply(&request, &Generate::default(), &mut at_a_token).unwrap();
+    assert_eq!((reply.finish, reply.tokens.len(), reply.reply.finish_reason), (Finish::Cancelled, 1, None));
 }
 
 #[test]

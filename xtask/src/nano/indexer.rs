@@ -9,14 +9,20 @@ use k3_runner::Engine;
 
 use super::table::{Column, table};
 use super::{IndexerMode, OnEngine, nano, on_engine};
-use crate::expect::{Expectations, relative_l2};
+use crate::expect::{
+    Check, Expectations, Found, Injection, Outcome, Sizes, Wanted, align, compare, exceeds, fits_context,
+    record, relative_l2,
+};
 use crate::progress::Progress;
-use crate::selfcheck::GOLDENS;
+use crate::selfcheck::{Bounds, GOLDENS, GOLDENS_BOUND};
 
-/// How far logits move when tokens attend all keys, or random ones, instead of the indexer's
+/// Whether the indexer selects as recorded, and how far logits move when tokens attend all keys, or random ones
 ///
 /// Runs the expected prompts of a checkpoint that are longer than the indexer's budget in three ways, and prints the
-/// relative L2 of the logits after the prompt to the expected ones.
+/// relative L2 of the logits after the prompt to the expected ones. It fails where a recorded selection differs, where the
+/// logits with the indexer are beyond the bound that selfcheck holds them to (docs/vectors.md 5: 3e-5, of goldens, 6: 1e-5),
+/// or where other keys make no difference: for each prompt, dense and random attention have to be 10 times as far as the
+/// indexer, and in the median 10 times as far as the bound.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -34,6 +40,9 @@ pub struct IndexerArgs {
     pub seed: u64,
 }
 
+/// How many times as far as what has to be near is what has to be far: beyond any rounding.
+const FAR: f64 = 10.0;
+
 /// Relative L2 of the logits after one prompt to the expected ones.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Difference {
@@ -41,6 +50,8 @@ pub struct Difference {
     pub name: String,
     /// Its tokens.
     pub tokens: usize,
+    /// What it may be with the indexer (`docs/vectors.md` 5 and 6).
+    pub bound: f64,
     /// With the indexer.
     pub indexer: f64,
     /// With every key attended.
@@ -49,9 +60,22 @@ pub struct Difference {
     pub random: f64,
 }
 
+/// What the indexer did on a checkpoint's expected prompts, and what other keys do.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    /// Keys that the indexer selects.
+    pub topk: usize,
+    /// For every prompt that is longer.
+    pub differences: Vec<Difference>,
+    /// Names of prompts, and whether the selections that are recorded of them, and the tokens that were selected for, came
+    /// again.
+    pub selections: Vec<(String, Check)>,
+}
+
 pub(super) fn run(args: &IndexerArgs) -> Result<()> {
     let dir = args.model.clone().unwrap_or_else(nano);
-    let (topk, differences) = differences(&dir, args.threads, args.seed)?;
+    let measured = differences(&dir, args.threads, args.seed)?;
+    let Measured { topk, differences, selections } = &measured;
     let columns = [
         Column::left("prompt"),
         Column::right("tokens"),
@@ -71,12 +95,8 @@ pub(super) fn run(args: &IndexerArgs) -> Result<()> {
     let each = |d: &Difference| [d.indexer, d.dense, d.random];
     let mut rows: Vec<Vec<String>> =
         differences.iter().map(|d| row(&d.name, d.tokens.to_string(), each(d))).collect();
-    let median = |i: usize| {
-        let mut values: Vec<f64> = differences.iter().map(|d| each(d)[i]).collect();
-        values.sort_by(f64::total_cmp);
-        values[values.len() / 2]
-    };
-    rows.push(row("median", String::new(), [median(0), median(1), median(2)]));
+    let medians = [0, 1, 2].map(|i| median(differences.iter().map(|d| each(d)[i])));
+    rows.push(row("median", String::new(), medians));
     let mut out = std::io::stdout();
     writeln!(
         out,
@@ -86,17 +106,87 @@ pub(super) fn run(args: &IndexerArgs) -> Result<()> {
             n => format!("{n} prompts"),
         },
     )?;
-    Ok(table(&columns, &rows, &mut out)?)
+    table(&columns, &rows, &mut out)?;
+    let (mut equal, mut of) = (0, 0);
+    for (_, check) in selections.iter().filter(|(_, check)| SELECTIONS.contains(&check.name.as_str())) {
+        if let Found::Equal { equal: e, of: o } = check.found {
+            (equal, of) = (equal + e, of + o);
+        }
+    }
+    match of {
+        0 => writeln!(out, "selections: none are recorded, only logits tell")?,
+        _ => writeln!(out, "selections: {equal} of {of} as recorded")?,
+    }
+    let wrong = judge(&measured);
+    for why in &wrong {
+        writeln!(out, "FAILED {why}")?;
+    }
+    ensure!(
+        wrong.is_empty(),
+        "{}: the indexer, or what it is measured against, is not as it was recorded",
+        dir.display()
+    );
+    writeln!(
+        out,
+        "PASS: near with the indexer, far without (cargo xtask nano indexer --help has the bounds)"
+    )?;
+    Ok(())
 }
 
-/// The budget of the indexer, and the differences for every expected prompt that is longer.
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// What is wrong, line by line: nothing if every recorded selection came again, logits with the indexer are within their
+/// bound, and other keys move them far beyond it.
+pub fn judge(measured: &Measured) -> Vec<String> {
+    let mut wrong = Vec::new();
+    for (name, check) in &measured.selections {
+        if check.outcome == Outcome::Failed {
+            wrong.push(format!("{name}: {}: {} ({})", check.name, check.found, check.note));
+        }
+    }
+    for d in &measured.differences {
+        if exceeds(d.indexer, d.bound) {
+            wrong.push(format!(
+                "{}: with the indexer logits are {:.1e} from the expected ones, at most {:.0e} is allowed",
+                d.name, d.indexer, d.bound
+            ));
+        }
+        for (what, distance) in [("dense", d.dense), ("random", d.random)] {
+            if !exceeds(distance, FAR * d.indexer) || distance.is_nan() {
+                wrong.push(format!(
+                    "{}: {what} logits are {distance:.1e} from the expected ones, more than {FAR} times the {:.1e} with the \
+                     indexer is needed: other keys make no difference there",
+                    d.name, d.indexer
+                ));
+            }
+        }
+    }
+    let bound = measured.differences.iter().map(|d| d.bound).fold(0.0, f64::max);
+    let dense = ("dense", median(measured.differences.iter().map(|d| d.dense)));
+    let random = ("random", median(measured.differences.iter().map(|d| d.random)));
+    for (what, distance) in [dense, random] {
+        if !exceeds(distance, FAR * bound) || distance.is_nan() {
+            wrong.push(format!(
+                "median: {what} logits are {distance:.1e} from the expected ones, more than {FAR} times the bound of \
+                 {bound:.0e} is needed"
+            ));
+        }
+    }
+    wrong
+}
+
+/// What the indexer does for every expected prompt that is longer than its budget, and what other keys do.
 ///
 /// # Errors
 /// A checkpoint without an indexer, without expectations of logits, or without a prompt that is long enough.
-pub fn differences(dir: &Path, threads: usize, seed: u64) -> Result<(usize, Vec<Difference>)> {
+pub fn differences(dir: &Path, threads: usize, seed: u64) -> Result<Measured> {
     let folder = dir.join(GOLDENS);
     let mut expected = if folder.is_dir() { Expectations::read_each(&folder)? } else { Vec::new() };
-    expected.extend(Expectations::beside(dir)?.map(|e| ("prompt".to_owned(), e)));
+    expected.extend(Expectations::beside(dir)?.map(|e| (IN_FULL.to_owned(), e)));
     ensure!(
         !expected.is_empty(),
         "{}: there are no expectations beside the weights (docs/vectors.md)",
@@ -104,17 +194,67 @@ pub fn differences(dir: &Path, threads: usize, seed: u64) -> Result<(usize, Vec<
     );
     let run = |mode| on_engine(dir, mode, threads, seed, Logits { expected: &expected });
     let (topk, prompts, indexer) = run(IndexerMode::On)?;
+    let selections = on_engine(dir, IndexerMode::On, threads, seed, Selected { expected: &expected })?;
     let (_, _, dense) = run(IndexerMode::Off)?;
     let (_, _, random) = run(IndexerMode::Random)?;
     let distances = indexer.into_iter().zip(dense).zip(random);
     let difference = |(prompt, ((indexer, dense), random)): (Prompt, _)| Difference {
-        name: prompt.name,
         tokens: prompt.ids.len(),
+        bound: if prompt.name == IN_FULL { Bounds::CPU.model } else { GOLDENS_BOUND },
+        name: prompt.name,
         indexer,
         dense,
         random,
     };
-    Ok((topk, prompts.into_iter().zip(distances).map(difference).collect()))
+    Ok(Measured {
+        topk,
+        differences: prompts.into_iter().zip(distances).map(difference).collect(),
+        selections,
+    })
+}
+
+/// The name of what is recorded in full, beside goldens.
+const IN_FULL: &str = "prompt";
+/// Tensors of selections.
+const SELECTIONS: [&str; 2] = ["index_sel", "cont_index_sel"];
+
+/// Runs every prompt of which selections are recorded, and compares them. Those after the prompt are for the recorded
+/// tokens, which have to come again.
+struct Selected<'a> {
+    expected: &'a [(String, Expectations)],
+}
+
+impl OnEngine for Selected<'_> {
+    type Output = Vec<(String, Check)>;
+
+    fn on<D: Device>(self, engine: &Engine<D>) -> Result<Self::Output> {
+        let config = engine.model().config();
+        let mut checks = Vec::new();
+        for (name, expected) in self.expected {
+            if !SELECTIONS.iter().any(|tensor| expected.tensors.contains_key(*tensor)) {
+                continue;
+            }
+            let prompt = expected.prompt(config.vocab_size)?;
+            let sizes = Sizes {
+                config: config.clone(),
+                layers: engine.model().num_layers(),
+                tokens: prompt.len(),
+                continuation: expected.continuation(),
+                ignore_indexer: false,
+            };
+            fits_context(&sizes).with_context(|| expected.files_text())?;
+            expected.validate(&sizes)?;
+            let run = record(engine, &prompt, &sizes, Wanted::default(), Injection::default(), &mut || {})?;
+            let (found, _) = align(&expected.tensors, run.tensors);
+            let mut compared = compare(expected, &found, &sizes, Bounds::CPU.model);
+            compared.retain(|check| {
+                let is_choice = SELECTIONS.contains(&check.name.as_str()) || check.name == "greedy_ids";
+                is_choice && check.outcome != Outcome::Skipped
+            });
+            checks.extend(compared.into_iter().map(|check| (name.clone(), check)));
+        }
+        Ok(checks)
+    }
 }
 
 /// A prompt and the logits that are expected after it.

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, ensure};
 use k3_graph::Device;
 use k3_runner::Engine;
 
+use super::stack::{self, Source};
 use crate::expect::{
     Check, Expectations, Found, Injection, Outcome, Sizes, Wanted, align, compare, exceeds, fits_context,
     record,
@@ -15,7 +16,7 @@ pub(crate) const FOLDER: &str = "goldens";
 
 /// How far what is computed may be from what is expected, in relative L2. Trained weights do not amplify rounding as
 /// random ones do: float32 against float64 was measured at a tenth of this.
-const BOUND: f64 = 1e-5;
+pub(crate) const BOUND: f64 = 1e-5;
 
 /// A prompt with what is expected of it, known to fit the model.
 pub(super) struct Golden {
@@ -25,24 +26,30 @@ pub(super) struct Golden {
     sizes: Sizes,
 }
 
-/// Checks every golden against the model; names that mean nothing are added to `unknown`.
+/// Checks every golden against the model; names that mean nothing are added to `unknown`. Those of more layers than run
+/// are left out.
 pub(super) fn ready(
     goldens: Vec<(String, Expectations)>,
     model: &Sizes,
+    source: Source,
     unknown: &mut Vec<String>,
 ) -> Result<Vec<Golden>> {
-    let ready = |(name, expected): (String, Expectations)| {
+    let mut ready = Vec::with_capacity(goldens.len());
+    for (name, expected) in goldens {
         let prompt = expected.prompt(model.config.vocab_size)?;
         let sizes = Sizes { tokens: prompt.len(), continuation: expected.continuation(), ..model.clone() };
         fits_context(&sizes).with_context(|| expected.files_text())?;
+        if !stack::applies(&expected, &sizes, source)? {
+            continue;
+        }
         for name in expected.validate(&sizes)? {
             if !unknown.contains(&name) {
                 unknown.push(name);
             }
         }
-        Ok(Golden { name, expected, prompt, sizes })
-    };
-    goldens.into_iter().map(ready).collect()
+        ready.push(Golden { name, expected, prompt, sizes });
+    }
+    Ok(ready)
 }
 
 /// Runs every golden. One check for each tensor that any of them expects, over all that do.

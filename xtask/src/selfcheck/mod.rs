@@ -8,6 +8,7 @@ mod divergence;
 mod goldens;
 mod model;
 mod print;
+mod stack;
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +17,7 @@ use clap::ValueEnum;
 
 use crate::OpenArgs;
 
-pub(crate) use goldens::FOLDER as GOLDENS;
+pub(crate) use goldens::{BOUND as GOLDENS_BOUND, FOLDER as GOLDENS};
 
 pub use divergence::{Divergence, Forced, Sublayer};
 pub use model::{Bounds, Cycle, Report};
@@ -126,7 +127,13 @@ pub fn check(args: &Args, out: &mut dyn std::io::Write) -> Result<Vec<Report>> {
     if args.open.layers.is_some() || args.open.indexer_names.is_some() {
         bail!("--layers and --indexer-names are about one checkpoint: name it with --model DIR");
     }
-    check_folder(args, &Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures"), out)
+    check_folder(args, &fixtures(), out)
+}
+
+/// The `fixtures` folder of the sources, as people write it.
+pub(crate) fn fixtures() -> PathBuf {
+    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
+    xtask.parent().unwrap_or(xtask).join("fixtures")
 }
 
 /// Checks the checkpoints of a `fixtures` folder, as [`check`] does without a model. One that cannot be opened

@@ -13,6 +13,7 @@ use k3_tokenizer::Tokenizer;
 
 use super::conversation::{self, Scene};
 use super::divergence::{self, Divergence, Forced};
+use super::stack::{self, Source};
 use super::{Args, goldens, print};
 use crate::expect::{
     Check, Expectations, Found, Injection, Outcome, Recording, Sizes, Wanted, align, compare, fits_context,
@@ -146,6 +147,10 @@ pub(super) fn check<D: Device>(
     let config = engine.model().config().clone();
     let layers = engine.model().num_layers();
     let context = config.max_position_embeddings;
+    let ignore_indexer = ignores_indexer(&engine);
+    let running = Sizes { config: config.clone(), layers, tokens: 0, continuation: 0, ignore_indexer };
+    let source = if args.expect.is_some() { Source::Named } else { Source::Snapshot };
+    let expected = of_these_layers(expected, &running, source, &mut report)?;
     let tokenizer = tokenizer(&engine, dir)?;
     let framed = tokenizer.as_ref().filter(|_| args.tokens.is_none() && expected.is_none());
     let framed = framed.map(control_prompt).transpose()?.filter(|ids| ids.len() < context);
@@ -165,13 +170,22 @@ pub(super) fn check<D: Device>(
         let tokens = args.tokens.unwrap_or(PROMPT.min(context));
         (fixed_prompt(&engine, tokens)?, CONTINUATION.min(context - tokens))
     };
-    let scene = Scene::beside(dir)?;
-    let ignore_indexer = ignores_indexer(&engine);
-    let sizes = Sizes { config, layers, tokens: prompt.len(), continuation, ignore_indexer };
+    let mut scene = Scene::beside(dir)?;
+    let sizes = Sizes { tokens: prompt.len(), continuation, ..running };
     fits_context(&sizes)?;
     report.unknown = expected.as_ref().map_or_else(|| Ok(Vec::new()), |e| e.validate(&sizes))?;
-    let goldens = goldens::ready(goldens, &sizes, &mut report.unknown)?;
+    let all = goldens.len();
+    let goldens = goldens::ready(goldens, &sizes, source, &mut report.unknown)?;
+    if goldens.len() < all {
+        let what = format!("{} of {all} goldens are", all - goldens.len());
+        report.checks.push(stack::left_out("goldens", &what, &sizes, source));
+    }
+    if stack::is_truncated(&sizes) && scene.take().is_some() {
+        let what = format!("{} is", conversation::FILE);
+        report.checks.push(Check::skipped("tool call", stack::of_all_layers(&what, &sizes)));
+    }
     print::expectations(expected.as_ref(), &report.unknown, &sizes, goldens.len(), is_framed, out)?;
+    print::left_out(&report, out)?;
     let outcome =
         fill(args, &mut engine, &prompt, expected.as_ref(), &sizes, bounds, threads, &mut report, out)
             .and_then(|()| speak(args, &mut engine, &goldens, tokenizer, scene.as_ref(), &mut report, out));
@@ -309,6 +323,25 @@ fn expected(args: &Args, dir: &Path) -> Result<(Option<Expectations>, Vec<Named>
             Ok((Expectations::beside(dir)?, many))
         }
     }
+}
+
+/// What is expected of one prompt, if it is of the layers that run; else that is a check of its own.
+fn of_these_layers(
+    expected: Option<Expectations>,
+    running: &Sizes,
+    source: Source,
+    report: &mut Report,
+) -> Result<Option<Expectations>> {
+    let Some(expected) = expected else { return Ok(None) };
+    let tokens = expected.prompt(running.config.vocab_size)?.len();
+    let sizes = Sizes { tokens, continuation: expected.continuation(), ..running.clone() };
+    fits_context(&sizes)?;
+    if stack::applies(&expected, &sizes, source)? {
+        return Ok(Some(expected));
+    }
+    let what = format!("{}: they are", expected.files_text());
+    report.checks.push(stack::left_out("expectations", &what, &sizes, source));
+    Ok(None)
 }
 
 /// The tokenizer beside the weights, if there is one.

@@ -73,7 +73,7 @@ pub enum TokenError {
         id: u32,
     },
     /// The sequence would outgrow the model. A prompt is never cut to fit.
-    #[error("{tokens} tokens after {position} already consumed do not fit the model's context of {context}")]
+    #[error("{tokens} tokens{} do not fit the model's context of {context}", after(*position))]
     Context {
         /// How many.
         tokens: usize,
@@ -82,6 +82,11 @@ pub enum TokenError {
         /// `max_position_embeddings`
         context: usize,
     },
+}
+
+/// What was consumed before, if anything was.
+fn after(position: usize) -> String {
+    if position == 0 { String::new() } else { format!(" after {position} already consumed") }
 }
 
 /// Why a whole pass failed.

@@ -86,6 +86,9 @@ fn context() {
     run(&model, &store, state, &prompt(3, 8), LogitsWanted::Last);
     assert_eq!(state.position(), 10);
     check(&model, state, &[1], over(1, 10));
+    let told = |tokens, position| TokenError::Context { tokens, position, context: 10 }.to_string();
+    assert_eq!(told(11, 0), "11 tokens do not fit the model's context of 10");
+    assert_eq!(told(9, 2), "9 tokens after 2 already consumed do not fit the model's context of 10");
 }
 
 #[test]
