@@ -1,0 +1,191 @@
+//! The rules of `docs/architecture.md`, as far as a program can see them: who depends on whom, what a crate does not
+//! know, and where `unsafe` is.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+/// A crate of the workspace, and what the architecture says of it.
+struct Rule {
+    name: &'static str,
+    /// The crates of ours that it may depend on.
+    below: &'static [&'static str],
+    /// Paths that its sources never name, tests of its own aside: what it does not know.
+    unknown: &'static [&'static str],
+}
+
+/// From below. A crate may depend on rows above its own only.
+const RULES: &[Rule] = &[
+    Rule {
+        name: "k3-quant",
+        below: &[],
+        unknown: &["std::fs", "std::io", "std::path", "std::net", "std::thread"],
+    },
+    Rule {
+        name: "k3-xtml",
+        below: &[],
+        unknown: &["std::fs", "std::io", "std::path", "std::net", "std::thread"],
+    },
+    Rule { name: "k3-tokenizer", below: &[], unknown: &["std::net", "std::thread"] },
+    // Its repacker encodes; products are for those who compute.
+    Rule {
+        name: "k3-format",
+        below: &["k3-quant"],
+        unknown: &["std::net", "k3_quant::cpu", "k3_quant::reference", "rayon"],
+    },
+    Rule {
+        name: "k3-experts",
+        below: &["k3-format", "k3-quant"],
+        unknown: &["std::net", "k3_quant::cpu", "k3_quant::reference", "k3_quant::encode"],
+    },
+    Rule {
+        name: "k3-graph",
+        below: &["k3-experts", "k3-format", "k3-quant"],
+        unknown: &["std::fs", "std::io", "std::path", "std::net", "k3_format::Checkpoint", "memmap2"],
+    },
+    Rule {
+        name: "k3-runner",
+        below: &["k3-experts", "k3-format", "k3-graph", "k3-quant", "k3-tokenizer", "k3-xtml"],
+        unknown: &["std::net", "axum", "hyper"],
+    },
+    Rule {
+        name: "k3-cli",
+        below: &["k3-experts", "k3-format", "k3-graph", "k3-quant", "k3-runner", "k3-tokenizer", "k3-xtml"],
+        unknown: &["std::net"],
+    },
+    Rule {
+        name: "xtask",
+        below: &["k3-experts", "k3-format", "k3-graph", "k3-quant", "k3-runner", "k3-tokenizer", "k3-xtml"],
+        unknown: &["std::net"],
+    },
+];
+
+/// Beginnings of the paths where `unsafe` may be: mapping of files, and instruction sets.
+const UNSAFE: &[&str] =
+    &["crates/k3-format/src/map.rs", "crates/k3-quant/src/cpu", "crates/k3-quant/src/encode"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().into()
+}
+
+fn metadata() -> Value {
+    let args = ["metadata", "--no-deps", "--offline", "--format-version", "1"];
+    let output = Command::new(env!("CARGO")).args(args).current_dir(root()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Rust files under `dir`, the modules that are only compiled for tests left out.
+fn sources(dir: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()) {
+        if entry.is_dir() {
+            files.extend(sources(&entry));
+        } else if entry.extension().is_some_and(|e| e == "rs")
+            && entry.file_name().is_none_or(|n| n != "tests.rs")
+        {
+            files.push(entry);
+        }
+    }
+    files
+}
+
+/// The code of a file: no comments, and nothing from its `mod tests` on.
+fn code(file: &Path) -> String {
+    let text = fs::read_to_string(file).unwrap();
+    let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+    text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
+}
+
+/// Whether `code` names `path`, also as `use a::{b, c}` does on one line.
+fn names(code: &str, path: &str) -> bool {
+    let end = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_');
+    let begin = |before: &str| !before.ends_with(|c: char| c.is_alphanumeric() || c == '_');
+    let is_named = |word: &str, text: &str| {
+        text.match_indices(word).any(|(at, _)| begin(&text[..at]) && end(&text[at + word.len()..]))
+    };
+    if is_named(path, code) {
+        return true;
+    }
+    let Some((module, item)) = path.rsplit_once("::") else { return false };
+    let list = format!("{module}::{{");
+    code.match_indices(&list).any(|(at, _)| {
+        let items = code[at + list.len()..].split(';').next().unwrap_or_default();
+        is_named(item, items)
+    })
+}
+
+#[test]
+fn arrows_of_dependency_point_down() {
+    let metadata = metadata();
+    let packages = metadata["packages"].as_array().unwrap();
+    let found: BTreeSet<&str> = packages.iter().map(|p| p["name"].as_str().unwrap()).collect();
+    let ruled: BTreeSet<&str> = RULES.iter().map(|rule| rule.name).collect();
+    assert_eq!(found, ruled, "every crate has its rule here, and its paragraph in docs/architecture.md");
+    for (at, rule) in RULES.iter().enumerate() {
+        for below in rule.below {
+            assert!(RULES[..at].iter().any(|r| r.name == *below), "{} is not below {}", below, rule.name);
+        }
+        let package = packages.iter().find(|p| p["name"] == rule.name).unwrap();
+        for dependency in package["dependencies"].as_array().unwrap() {
+            let name = dependency["name"].as_str().unwrap();
+            let allowed = !found.contains(name) || rule.below.contains(&name);
+            assert!(allowed, "{} must not depend on {name} ({})", rule.name, dependency["kind"]);
+        }
+    }
+}
+
+#[test]
+fn crates_do_not_know_what_they_need_not() {
+    let metadata = metadata();
+    for package in metadata["packages"].as_array().unwrap() {
+        let rule = RULES.iter().find(|rule| package["name"] == rule.name).unwrap();
+        let dir = Path::new(package["manifest_path"].as_str().unwrap()).parent().unwrap().join("src");
+        let files = sources(&dir);
+        assert!(!files.is_empty(), "{}", dir.display());
+        for file in files {
+            let code = code(&file);
+            for path in rule.unknown {
+                assert!(!names(&code, path), "{}: {} does not know {path}", file.display(), rule.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn unsafe_is_where_it_may_be() {
+    let root = root();
+    let mut files = sources(&root.join("xtask/src"));
+    for dir in fs::read_dir(root.join("crates")).unwrap() {
+        files.extend(sources(&dir.unwrap().path().join("src")));
+    }
+    let mut used: BTreeSet<&&str> = BTreeSet::new();
+    for file in files {
+        if code(&file).lines().any(|line| names(line, "unsafe") && !line.contains("\"unsafe")) {
+            let file = file.strip_prefix(&root).unwrap().to_str().unwrap();
+            let place = UNSAFE.iter().find(|place| file.starts_with(**place));
+            assert!(place.is_some(), "{file} has unsafe code");
+            used.extend(place);
+        }
+    }
+    assert_eq!(used.len(), UNSAFE.len(), "places that need no unsafe code any more: leave them out here");
+}
+
+/// The search finds what it is for.
+#[test]
+fn names_are_found_in_lists_and_paths() {
+    let check =
+        |code: &str, path: &str, expected: bool| assert_eq!(names(code, path), expected, "{path} in {code}");
+    check("use std::fs;", "std::fs", true);
+    check("let f = std::fs::read(p);", "std::fs", true);
+    check("use std::{fmt, fs};", "std::fs", true);
+    check("use std::{\n    fmt,\n    fs::File,\n};", "std::fs", true);
+    check("use std::fsx;", "std::fs", false);
+    check("use std::{fmt, offset};\nlet fs = 1;", "std::fs", false);
+    check("use k3_format::{Config, Checkpoint};", "k3_format::Checkpoint", true);
+    check("unsafe { f() }", "unsafe", true);
+    check("#![forbid(unsafe_code)]", "unsafe", false);
+}
