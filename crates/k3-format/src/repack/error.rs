@@ -115,11 +115,11 @@ pub enum RepackError {
     SourceModified { dir: PathBuf, what: String },
     /// The notes of an earlier run are lost, and what is there is not what this run would make.
     #[error(
-        "`{}` has no notes of an earlier run, and its `{shard}` is another shard than this command makes; repeat the \
-         arguments that the tree was made with, or name another directory; if that file is damaged, remove it",
-        .dir.display()
+        "`{}` has no notes of an earlier run that can be read, and its `{file}` is not what this command makes; repeat the \
+         arguments that the tree was made with, or name another directory; if that file is damaged or none of the tree, \
+         remove it", .dir.display()
     )]
-    OtherTree { dir: PathBuf, shard: String },
+    OtherTree { dir: PathBuf, file: String },
     /// The target's file system is too small.
     #[error(
         "`{}` needs {needed} bytes more, its file system has {free} bytes free; take another disk, or free some",

@@ -75,8 +75,10 @@ fn state(dir: &Path, outputs: &Outputs<'_>) -> Result<State, RepackError> {
     if others.is_empty() {
         return Ok(State::Fresh);
     }
+    let has_shards = others.iter().any(|name| outputs.shard(name).is_some());
     match others.iter().find(|name| !outputs.has(name)) {
-        None if others.iter().any(|name| outputs.shard(name).is_some()) => Ok(State::Lost),
+        None if has_shards => Ok(State::Lost),
+        Some(other) if has_shards => Err(other_tree(dir, other)),
         found => Err(not_empty(dir, found.unwrap_or(&others[0]))),
     }
 }
@@ -97,6 +99,11 @@ fn list(dir: &Path) -> Result<Vec<OsString>, RepackError> {
 fn not_empty(dir: &Path, found: &OsStr) -> RepackError {
     let found = printable(&found.to_string_lossy()).into_owned();
     RepackError::TargetNotEmpty { dir: dir.to_owned(), found }
+}
+
+fn other_tree(dir: &Path, file: &OsStr) -> RepackError {
+    let file = printable(&file.to_string_lossy()).into_owned();
+    RepackError::OtherTree { dir: dir.to_owned(), file }
 }
 
 /// The files that a repack writes.
@@ -125,12 +132,14 @@ impl Outputs<'_> {
     /// question.
     pub(super) fn check_own(&self, dir: &Path) -> Result<(), RepackError> {
         let (mut own, mut others) = (0, None);
-        for name in list(dir)? {
+        let names = list(dir)?;
+        let has_shards = names.iter().any(|name| self.shard(name).is_some());
+        for name in names {
             if name == JOURNAL_FILE || name == "lost+found" {
                 continue;
             }
             if !self.has(&name) {
-                return Err(not_empty(dir, &name));
+                return Err(if has_shards { other_tree(dir, &name) } else { not_empty(dir, &name) });
             }
             if name.as_encoded_bytes().ends_with(PARTIAL.as_bytes()) {
                 continue;
@@ -140,12 +149,7 @@ impl Outputs<'_> {
             match self.shard(&name).filter(|_| is_file) {
                 Some(shard) => match shard_file::open(dir, &shard.name) {
                     Ok((file, _)) if file.header_hash == self.plan.header_hash(&path, shard)? => own += 1,
-                    Ok(_) => {
-                        return Err(RepackError::OtherTree {
-                            dir: dir.to_owned(),
-                            shard: shard.name.clone(),
-                        });
-                    }
+                    Ok(_) => return Err(other_tree(dir, &name)),
                     // Damaged: it is made anew, if the others say that it may be.
                     Err(_) => others = Some(name),
                 },

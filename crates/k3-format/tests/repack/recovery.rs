@@ -123,7 +123,7 @@ fn nobody_elses_tree() {
         assert!(matches!(error, RepackError::OtherTree { .. }), "{error}");
     }
     fs::write(dir.join("notes.txt"), "mine").expect("written");
-    refused(made, "it holds notes.txt");
+    refused(made, "its `notes.txt` is not what this command makes");
     fs::remove_file(dir.join("notes.txt")).expect("removed");
     // Names alone prove nothing.
     for n in 1..=15 {
