@@ -60,6 +60,10 @@ echo "resumed to the same tree"
 echo "== a read-only file system"
 mount -o remount,ro "$work/small"
 check "read-only file system" "$xtask" repack "$source" "$work/small/other"
+# A finished tree is verified there all the same.
+"$xtask" repack "$work/larger" "$work/small/tree" --verify full >"$work/out"
+grep "verified: source and result" "$work/out" | cut -c 1-100
+diff -r "$work/larger-whole" "$work/small/tree"
 
 echo "== a file system without direct transfers, if this kernel's tmpfs has none"
 mount -o remount,rw "$work/small"

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
-use support::{fixture, on, selfcheck, temporary};
+use support::{copy, fixture, on, selfcheck, temporary};
 
 const SHAPES: [(&str, &[&str]); 3] =
     [("ct", &[]), ("mo", &["--names", "modelopt"]), ("mx", &["--experts", "mxfp4"])];
@@ -131,14 +131,133 @@ fn a_dry_run_says_all_and_writes_nothing() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
+fn read_json(path: &Path) -> serde_json::Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// A dry run says that there is no room, and writes its report.
+#[test]
+fn a_dry_run_without_room() {
+    let dir = temporary();
+    let report = dir.path().join("report.json");
+    let args = ["--dry-run", "--report", report.to_str().unwrap()];
+    let text = good(&fixture("tiny-k31"), &dir.path().join("tree"), &args);
+    assert!(!text.contains("warning"), "{text}");
+    let found = read_json(&report);
+    assert_eq!((&found["dry_run"]["fits"], &found["dry_run"]["shards"]), (&true.into(), &15.into()));
+    assert!(found["dry_run"]["estimate"]["needed_bytes"].as_u64().unwrap() > 5_000_000);
+    // A file system of 0 bytes.
+    let text = good(&fixture("tiny-k31"), Path::new("/proc/self/tree"), &args);
+    assert!(text.contains("warning: there is no room for that"), "{text}");
+    assert_eq!(read_json(&report)["dry_run"]["fits"], false);
+}
+
+/// What is said of a source is true of a run that copies it whole.
+#[test]
+fn notes() {
+    let dir = temporary();
+    let text = good(&fixture("tiny-k31"), &dir.path().join("all"), &["--dry-run"]);
+    assert!(!text.contains("skipped") && !text.contains("vision"), "{text}");
+    let text = good(&fixture("tiny-k31"), &dir.path().join("text"), &["--dry-run", "--text-only"]);
+    assert!(text.contains("left out: 2 tensors") && text.contains("vision, by --text-only"), "{text}");
+}
+
+/// Runs that finish nothing say what they read.
+#[test]
+fn exponents_of_every_run() {
+    let dir = temporary();
+    let text = good(&fixture("tiny-k31"), &dir.path().join("part"), &["--layers", "2..4", "--jobs", "0"]);
+    for wanted in ["  layer   2: ", "  layer   3: ", "  e = 123: ", "the tree is not finished: 11 shards"] {
+        assert!(text.contains(wanted), "{wanted}: {text}");
+    }
+    assert!(!text.contains("  layer   4: "), "{text}");
+
+    // The scale of a block becomes NaN.
+    let damaged = copy("tiny-k31", &[]);
+    let source = k3_format::Checkpoint::open(damaged.path(), &k3_format::OpenOptions::default()).unwrap();
+    let name = "language_model.model.layers.4.block_sparse_moe.experts.2.w2.weight_scale";
+    let tensor = source.shards().get(name).unwrap();
+    let (file, at) = (source.shards().files()[tensor.shard].path.clone(), tensor.begin as usize + 7);
+    drop(source);
+    let mut bytes = fs::read(&file).unwrap();
+    bytes[at] = 255;
+    fs::write(&file, bytes).unwrap();
+    for args in [&[][..], &["--experts", "mxfp4"]] {
+        let (target, report) = (dir.path().join(args.join("")), dir.path().join("report.json"));
+        let (success, out, err) = repack(
+            damaged.path(),
+            &target.join("tree"),
+            &[args, &["--report", report.to_str().unwrap()]].concat(),
+        );
+        assert!(!success);
+        for wanted in [
+            "  layer   4: ",
+            "  layer  12: ",
+            "  e = 123: ",
+            "refused: 0 matrices with scales that do not fit NVFP4, 1 with scales that are NaN",
+        ] {
+            assert!(out.contains(wanted), "{wanted}: {out}");
+        }
+        assert!(err.contains("the source is damaged") && !err.contains("--experts mxfp4"), "{err}");
+        let report = read_json(&report);
+        assert_eq!((&report["run"]["refused"], &report["run"]["refused_for_nan"]), (&1.into(), &1.into()));
+        assert_eq!(report["run"]["exponents"].as_array().unwrap().len(), 12);
+    }
+}
+
+/// A tree that fails its verification is reported, and mended by the same command.
+#[test]
+fn a_failed_verification() {
+    let dir = temporary();
+    let (target, report) = (dir.path().join("tree"), dir.path().join("report.json"));
+    let args = ["--verify", "full", "--report", report.to_str().unwrap()];
+    good(&fixture("tiny-k31"), &target, &[]);
+    let before = files(&target);
+    let shard = target.join("model-00005-of-00015.safetensors");
+    let mut bytes = fs::read(&shard).unwrap();
+    // The last scalar of the last expert, of which the exponent changes.
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&shard, bytes).unwrap();
+    let (success, out, err) = repack(&fixture("tiny-k31"), &target, &args);
+    assert!(!success);
+    assert!(out.contains("  layer   4: ") && !out.contains("finished: "), "{out}");
+    assert!(err.contains("failed its verification") && err.contains("index.json was removed"), "{err}");
+    let found = read_json(&report);
+    let failed = &found["failed_verification"]["shards"][0];
+    assert_eq!(failed["file"], "model-00005-of-00015.safetensors");
+    assert!(failed["total"].as_u64().unwrap() > 0 && !failed["first"].as_array().unwrap().is_empty());
+    assert_eq!(found["failed_verification"]["index"], "removed");
+    assert_eq!(found["run"]["report"], read_json(&target.join("repack.json")));
+    let out = good(&fixture("tiny-k31"), &target, &args);
+    assert!(out.contains("14 are right, 1 are made again"), "{out}");
+    assert!(out.contains("verified: all 15 shards have the BLAKE3"), "{out}");
+    assert!(files(&target) == before);
+}
+
+/// Lines end where the terminal does, and not in the middle of it.
+#[test]
+fn help_fits() {
+    for width in [80, 100] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
+        let output = command.args(["repack", "--help"]).env("COLUMNS", width.to_string()).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
+        assert!((width * 3 / 4..=width).contains(&longest), "{longest} of {width}: {text}");
+        // Text that was broken by hand for another width leaves short lines between long ones.
+        let end = text.split("An interrupted run").nth(1).unwrap();
+        let lines: Vec<&str> = end.trim_end().lines().collect();
+        for line in &lines[1..lines.len() - 1] {
+            assert!(line.chars().count() > width * 3 / 4, "{line:?} in {width}: {text}");
+        }
+    }
+}
+
 #[test]
 fn a_report_for_machines() {
     let dir = temporary();
     let (target, report) = (dir.path().join("tree"), dir.path().join("report.json"));
     good(&fixture("tiny-k31"), &target, &["--report", report.to_str().unwrap(), "--verify", "read"]);
-    let read =
-        |path: &Path| -> serde_json::Value { serde_json::from_slice(&fs::read(path).unwrap()).unwrap() };
-    let (run, own) = (read(&report), read(&target.join("repack.json")));
+    let (run, own) = (read_json(&report), read_json(&target.join("repack.json")));
     assert_eq!(run["run"]["report"], own);
     assert_eq!(run["run"]["proof"]["shards_hashed"], 15);
     assert_eq!(own["exponents"]["histogram"]["119"], 8);
@@ -199,8 +318,8 @@ fn kill_after(mut child: Child, after: Duration) -> bool {
     !child.wait().unwrap().success()
 }
 
-/// Twenty kills at random moments, in histories of several kills each. Whatever the moments are, the tree must be the
-/// one of an uninterrupted run.
+/// Twenty kills at random moments, in histories of several kills each, some of which lose their notes. Whatever the
+/// moments are, the tree must be the one of an uninterrupted run.
 #[test]
 fn killed_twenty_times() {
     let dir = temporary();
@@ -223,6 +342,13 @@ fn killed_twenty_times() {
                 // It was through; shorter next time, so that this ends on any machine.
                 longest = longest.mul_f64(0.8);
                 break;
+            }
+            // And now and then its notes are lost: what was not verified since is not trusted.
+            let is_shard = |name: &String| name.starts_with("model-") && name.ends_with(".safetensors");
+            if rng.next_u32() % 4 == 0 && target.exists() && files(&target).keys().any(is_shard) {
+                for notes in [".repack-journal", "repack.json"] {
+                    let _ = fs::remove_file(target.join(notes));
+                }
             }
         }
         good(&source, &target, &["--jobs", "2"]);

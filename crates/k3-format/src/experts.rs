@@ -71,6 +71,20 @@ pub enum ExpertLocation<'a> {
     Scattered(&'a [PartLocation; 6]),
 }
 
+impl ExpertLocation<'_> {
+    /// Where part number `part` of [`ExpertLayout::parts`] begins: index into [`crate::Shards::files`], and absolute file
+    /// offset.
+    ///
+    /// # Panics
+    /// If `part` is not below 6.
+    pub fn part(&self, layout: &ExpertLayout, part: usize) -> (usize, u64) {
+        match self {
+            Self::Run { shard, begin } => (*shard, begin + layout.parts[part].start as u64),
+            Self::Scattered(parts) => (parts[part].shard as usize, parts[part].begin),
+        }
+    }
+}
+
 /// Where a part of a scattered expert is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PartLocation {

@@ -108,34 +108,14 @@ impl ShardWriter {
         metadata: Option<&BTreeMap<String, String>>,
         hashed: Option<bool>,
     ) -> Result<Self, ShardError> {
-        let declared = |problem| ShardError::Declared { path: path.to_owned(), problem };
-        let unwritable = |message| ShardError::Unwritable { path: path.to_owned(), message };
-        let mut sizes = Vec::with_capacity(tensors.len());
-        for tensor in tensors {
-            sizes.push((tensor.name.clone(), tensor.byte_len().map_err(declared)?));
-        }
-        let mut json = header_json(tensors, &sizes, metadata).map_err(declared)?;
-        let data_start = (8 + json.len() as u64).checked_next_multiple_of(align).unwrap_or(u64::MAX);
-        if data_start - 8 > MAX_HEADER_BYTES {
-            return Err(unwritable(format!(
-                "its header, padded to a multiple of {align}, would have more than {MAX_HEADER_BYTES} bytes; \
-                 put fewer tensors into one shard"
-            )));
-        }
-        json.extend(std::iter::repeat_n(' ', data_start as usize - 8 - json.len()));
-        // Whatever reading refuses must not be written: repeated names, ranks, lengths.
-        let header = Header::parse(json.as_bytes()).map_err(declared)?;
-        let Some(len) = data_start.checked_add(header.data_len) else {
-            return Err(unwritable("it would have more than 2^64 bytes".to_owned()));
-        };
+        let PlannedHeader { bytes, sizes, len } = planned_header(path, align, tensors, metadata)?;
         let file = NewFile::create_with(path, hashed == Some(true))?;
         if hashed.is_some() {
             file.reserve(len)?;
         }
         let hasher = hashed.map(|_| blake3::Hasher::new());
         let mut writer = Self { file, tensors: sizes, current: 0, written: 0, len, hasher };
-        writer.put(&(json.len() as u64).to_le_bytes())?;
-        writer.put(json.as_bytes())?;
+        writer.put(&bytes)?;
         Ok(writer)
     }
 
@@ -253,6 +233,48 @@ impl ShardWriter {
         let path = self.file.path().to_owned();
         ShardError::WriteLength { path, tensor, declared, got: self.written.saturating_add(more) }
     }
+}
+
+/// The bytes before the data section of a shard.
+pub(crate) struct PlannedHeader {
+    /// The length and the padded JSON.
+    pub(crate) bytes: Vec<u8>,
+    /// Name and bytes of each tensor.
+    sizes: Vec<(String, u64)>,
+    /// Bytes of the whole file.
+    len: u64,
+}
+
+/// What a shard of these tensors begins with, as [`ShardWriter::create`] writes it.
+pub(crate) fn planned_header(
+    path: &Path,
+    align: u64,
+    tensors: &[TensorSpec],
+    metadata: Option<&BTreeMap<String, String>>,
+) -> Result<PlannedHeader, ShardError> {
+    let declared = |problem| ShardError::Declared { path: path.to_owned(), problem };
+    let unwritable = |message| ShardError::Unwritable { path: path.to_owned(), message };
+    let mut sizes = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        sizes.push((tensor.name.clone(), tensor.byte_len().map_err(declared)?));
+    }
+    let mut json = header_json(tensors, &sizes, metadata).map_err(declared)?;
+    let data_start = (8 + json.len() as u64).checked_next_multiple_of(align).unwrap_or(u64::MAX);
+    if data_start - 8 > MAX_HEADER_BYTES {
+        return Err(unwritable(format!(
+            "its header, padded to a multiple of {align}, would have more than {MAX_HEADER_BYTES} bytes; \
+             put fewer tensors into one shard"
+        )));
+    }
+    json.extend(std::iter::repeat_n(' ', data_start as usize - 8 - json.len()));
+    // Whatever reading refuses must not be written: repeated names, ranks, lengths.
+    let header = Header::parse(json.as_bytes()).map_err(declared)?;
+    let Some(len) = data_start.checked_add(header.data_len) else {
+        return Err(unwritable("it would have more than 2^64 bytes".to_owned()));
+    };
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(json.as_bytes());
+    Ok(PlannedHeader { bytes, sizes, len })
 }
 
 fn header_json(

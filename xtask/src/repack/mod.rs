@@ -9,33 +9,38 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use k3_format::repack::{
-    DenseFormat, ExpertTarget, IoMode, Naming, Outcome, Phase, Recipe, Refusals, Repack, RepackError,
-    RunOptions, VerifyMode,
+    DenseFormat, ExpertTarget, IoMode, Naming, Outcome, Phase, Recipe, Repack, RepackError, RunOptions,
+    VerifyMode,
 };
-use k3_format::{Checkpoint, IndexerNames, OpenOptions};
+use k3_format::{Checkpoint, IndexerNames, OpenOptions, Warning};
+use serde_json::{Value, json};
 
 use crate::output::say;
 use crate::progress::Progress;
 
-/// Arguments of `cargo xtask repack`.
-#[derive(Clone, Debug, clap::Args)]
-#[command(after_help = "\
+/// Paragraphs are one line each, since clap breaks them where the terminal ends; examples fit into 80 columns.
+const AFTER_HELP: &str = "\
 Examples:
   cargo xtask repack /models/kimi-k3 /data/kimi-k3-nvfp4 --dry-run
       bytes to read and write, free space, time at the rates of these drives
   cargo xtask repack /models/kimi-k3 /data/kimi-k3-nvfp4 --verify full
-      NVFP4 experts under the names of compressed-tensors (vLLM), then compared with
-      the source, every code and every scale
+      NVFP4 experts under the names of compressed-tensors (vLLM), then compared
+      with the source, every code and every scale
   cargo xtask repack /models/kimi-k3 /data/kimi-k3-sglang --names modelopt
       the same experts under the names of ModelOpt (SGLang)
   cargo xtask repack /models/kimi-k3 /data/kimi-k3-int8 --dense int8
-      also makes what is kept in memory smaller, 60 instead of 114 GB, with a loss that
-      is measured for every matrix (docs/dense-formats.md)
+      also makes what is kept in memory smaller, 60 instead of 114 GB, with a
+      loss that is measured for every matrix (docs/dense-formats.md)
   cargo xtask repack /models/kimi-k3 /data/kimi-k3-aligned --experts mxfp4
       experts as they are, in id order and page-aligned: less to read on CPUs
 
-An interrupted run goes on where it stopped when it is started again with the same arguments, and the tree is the
-same in the end, byte for byte. The source is only read. docs/repack.md has the guarantees.")]
+An interrupted run goes on where it stopped when it is started again with the same arguments, and the tree is the same \
+in the end, byte for byte. A finished tree can be given again: it is verified, or mended. The source is only read. \
+docs/repack.md has the guarantees.";
+
+/// Arguments of `cargo xtask repack`.
+#[derive(Clone, Debug, clap::Args)]
+#[command(after_help = AFTER_HELP)]
 pub struct Args {
     /// Snapshot to convert, with MXFP4 experts as published
     #[arg(value_name = "SRC")]
@@ -59,7 +64,7 @@ pub struct Args {
     /// shard finishes the tree
     #[arg(long, value_name = "A..B", value_parser = layers)]
     pub layers: Option<Range<usize>>,
-    /// Shards in flight [default: 4]
+    /// Shards in flight; 0: one for each core [default: 4]
     #[arg(long, value_name = "N")]
     pub jobs: Option<usize>,
     /// The most memory for buffers, in MiB; fewer shards are in flight if it asks for that
@@ -71,7 +76,7 @@ pub struct Args {
     /// What is read again from the finished tree
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     pub verify: VerifyName,
-    /// Only say what would be done
+    /// Only say what would be done, and whether there is room for it
     #[arg(long)]
     pub dry_run: bool,
     /// Also write what was found and done to this JSON file
@@ -198,7 +203,8 @@ pub fn run(args: &Args) -> Result<()> {
         open = open.indexer_names(IndexerNames::load(file).context("reading the names of --indexer-names")?);
     }
     let source = Checkpoint::open(&args.source, &open)?;
-    for warning in source.warnings() {
+    // What is skipped here is copied, or named below.
+    for warning in source.warnings().iter().filter(|warning| !matches!(warning, Warning::Skipped { .. })) {
         say(format_args!("note: {warning}"))?;
     }
     let repack = Repack::new(&source, recipe)?;
@@ -206,22 +212,58 @@ pub fn run(args: &Args) -> Result<()> {
     let estimate = repack.estimate(&args.target, &options)?;
     print::estimate(&args.target, &estimate, &options)?;
     if args.dry_run {
+        let plan = repack.plan();
+        let dry_run = json!({
+            "recipe": plan.recipe.to_string(),
+            "shards": plan.shards.len(),
+            "tensors": plan.shards.iter().map(|shard| shard.tensors).sum::<usize>(),
+            "data_bytes": plan.data_bytes(),
+            "fits": estimate.fits(),
+            "estimate": estimate,
+        });
+        write_report(args, json!({ "dry_run": dry_run }))?;
         return say(format_args!("nothing was written"));
     }
 
     let start = Instant::now();
     let outcome = convert(&repack, args, &options);
     let seconds = start.elapsed().as_secs_f64();
-    match &outcome {
+    let error = match outcome {
         Ok(outcome) => {
-            print::outcome(&args.target, outcome, seconds)?;
-            write_report(args, &serde_json::to_value(outcome)?, seconds)?;
+            print::outcome(&outcome, seconds)?;
+            write_report(args, json!({ "seconds": seconds, "run": outcome }))?;
+            return print::finished(&args.target, &outcome);
         }
-        Err(RepackError::Refused(refusals)) => write_report(args, &refused(refusals), seconds)?,
-        Err(_) => {}
+        Err(error) => error,
+    };
+    let run = match &error {
+        RepackError::Differs(differences) => {
+            print::outcome(&differences.outcome, seconds)?;
+            let failed = json!({ "shards": differences.shards, "index": differences.index });
+            json!({ "run": differences.outcome, "failed_verification": failed })
+        }
+        RepackError::Refused(refusals) => {
+            print::exponents(&refusals.exponents)?;
+            print::refused(refusals)?;
+            let run = json!({
+                "refused": refusals.total,
+                "refused_for_nan": refusals.nan,
+                "first_refusals": refusals.first,
+                "exponents": refusals.exponents,
+            });
+            json!({ "run": run })
+        }
+        _ => json!({}),
+    };
+    let error = anyhow::Error::from(error);
+    let mut report = json!({ "seconds": seconds, "error": format!("{error:#}") });
+    if let (Value::Object(report), Value::Object(run)) = (&mut report, run) {
+        report.extend(run);
     }
-    outcome?;
-    Ok(())
+    if let Err(unwritten) = write_report(args, report) {
+        say(format_args!("note: {unwritten:#}"))?;
+    }
+    Err(error)
 }
 
 fn convert(repack: &Repack<'_>, args: &Args, options: &RunOptions) -> Result<Outcome, RepackError> {
@@ -239,10 +281,6 @@ fn convert(repack: &Repack<'_>, args: &Args, options: &RunOptions) -> Result<Out
             progress.set(at.bytes_done);
         }
     })
-}
-
-fn refused(refusals: &Refusals) -> serde_json::Value {
-    serde_json::json!({ "refused": refusals.total, "first_refusals": refusals.first })
 }
 
 /// An error unless the report has a place of its own, before hours of work end with it.
@@ -267,9 +305,10 @@ fn check_report(args: &Args) -> Result<()> {
     }
 }
 
-fn write_report(args: &Args, outcome: &serde_json::Value, seconds: f64) -> Result<()> {
+fn write_report(args: &Args, mut report: Value) -> Result<()> {
     let Some(file) = &args.report else { return Ok(()) };
-    let report = serde_json::json!({ "source": args.source, "target": args.target, "seconds": seconds, "run": outcome });
+    report["source"] = json!(args.source);
+    report["target"] = json!(args.target);
     let text = serde_json::to_string_pretty(&report)? + "\n";
     std::fs::write(file, text).with_context(|| format!("writing the report {}", file.display()))
 }

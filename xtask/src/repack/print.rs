@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use indicatif::{BinaryBytes, DecimalBytes, HumanDuration};
 use k3_format::Checkpoint;
-use k3_format::repack::{Estimate, LayerExponents, Outcome, Proof, Repack, Report, RunOptions};
+use k3_format::repack::{Estimate, Exponents, Outcome, Proof, Refusals, Repack, Report, RunOptions};
 
 use crate::open::quoted;
 use crate::output::say;
@@ -24,6 +24,9 @@ pub(super) fn plan(source: &Checkpoint, repack: &Repack<'_>) -> Result<()> {
     let stride = plan.experts.len as u64;
     let aligned = if stride.is_multiple_of(4096) { "a multiple of 4096" } else { "no multiple of 4096" };
     say(format_args!("every layer's experts stand in id order, {stride} bytes apart ({aligned})"))?;
+    for note in repack.notes() {
+        say(format_args!("note: {note}"))?;
+    }
     for dropped in &plan.dropped {
         say(format_args!(
             "left out: {} tensors, {}: {}",
@@ -36,9 +39,16 @@ pub(super) fn plan(source: &Checkpoint, repack: &Repack<'_>) -> Result<()> {
 }
 
 pub(super) fn estimate(target: &Path, estimate: &Estimate, options: &RunOptions) -> Result<()> {
-    let Estimate { read_bytes, write_bytes, free_bytes, shards, complete, jobs, .. } = estimate;
+    let Estimate {
+        read_bytes, write_bytes, needed_bytes, free_bytes, shards, complete, compared, jobs, ..
+    } = estimate;
     if *complete > 0 {
         say(format_args!("{complete} shards are complete already"))?;
+    }
+    if *compared > 0 {
+        say(format_args!(
+            "{compared} shards are there and are compared with the source first; what is not right is made again"
+        ))?;
     }
     say(format_args!(
         "to do: {shards} shards, read {} and write {}; {} has {} free",
@@ -47,7 +57,15 @@ pub(super) fn estimate(target: &Path, estimate: &Estimate, options: &RunOptions)
         target.display(),
         DecimalBytes(*free_bytes),
     ))?;
+    if !estimate.fits() {
+        say(format_args!(
+            "warning: there is no room for that: {needed_bytes} bytes are needed, {free_bytes} are free; a run is refused \
+             until another disk is named or {} bytes more are free",
+            needed_bytes - free_bytes
+        ))?;
+    }
     let way = if estimate.direct { "past the page cache" } else { "through the page cache" };
+    // 0 asks for no number.
     let fewer = if *jobs < options.jobs { ", as many as --memory allows" } else { "" };
     say(format_args!(
         "{jobs} shards in flight{fewer}, {way}, buffers of {}",
@@ -56,7 +74,7 @@ pub(super) fn estimate(target: &Path, estimate: &Estimate, options: &RunOptions)
     let rate = |rate: Option<f64>| {
         rate.map_or_else(|| "not measured".to_owned(), |rate| format!("{}/s", DecimalBytes(rate as u64)))
     };
-    if *shards > 0 {
+    if *shards + *compared > 0 {
         let seconds = estimate.seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
         let time = seconds.map_or_else(|| "unknown".to_owned(), |time| HumanDuration(time).to_string());
         say(format_args!(
@@ -68,7 +86,8 @@ pub(super) fn estimate(target: &Path, estimate: &Estimate, options: &RunOptions)
     Ok(())
 }
 
-pub(super) fn outcome(target: &Path, outcome: &Outcome, seconds: f64) -> Result<()> {
+/// What a run did and found, whether it is to be trusted or not.
+pub(super) fn outcome(outcome: &Outcome, seconds: f64) -> Result<()> {
     for note in &outcome.notes {
         say(format_args!("note: {note}"))?;
     }
@@ -84,15 +103,24 @@ pub(super) fn outcome(target: &Path, outcome: &Outcome, seconds: f64) -> Result<
             rate(outcome.bytes_written),
         ))?;
     }
-    if !outcome.missing.is_empty() {
-        let (first, count) = (&outcome.missing[0], outcome.missing.len());
-        say(format_args!(
-            "the tree is not finished: {count} shards are still missing, the first {first}; run again with their \
-             --layers, or without --layers"
-        ))?;
+    if !outcome.exponents.is_empty() {
+        exponents(&outcome.exponents)?;
+        say(format_args!("  refused: nothing"))?;
     }
     if let Some(report) = &outcome.report {
-        finished(report)?;
+        whole(report)?;
+    }
+    Ok(())
+}
+
+/// The last lines of a run without an error.
+pub(super) fn finished(target: &Path, outcome: &Outcome) -> Result<()> {
+    if let Some(first) = outcome.missing.first() {
+        say(format_args!(
+            "the tree is not finished: {} shards are still missing, the first {first}; run again with their --layers, or \
+             without --layers",
+            outcome.missing.len()
+        ))?;
     }
     if let Some(proof) = &outcome.proof {
         self::proof(proof)?;
@@ -104,25 +132,41 @@ pub(super) fn outcome(target: &Path, outcome: &Outcome, seconds: f64) -> Result<
     Ok(())
 }
 
-fn finished(report: &Report) -> Result<()> {
-    let layers = report.shards.iter().filter_map(|shard| shard.exponents.as_ref());
+/// The exponents of the layers that were read.
+pub(super) fn exponents(layers: &[Exponents]) -> Result<()> {
+    if layers.is_empty() {
+        return Ok(());
+    }
     say(format_args!("exponents of live blocks, as powers of two (a matrix scale covers 17 binades):"))?;
-    for LayerExponents { layer, kmin, kmax, widest, zero_blocks, zero_blocks_replaced, .. } in layers {
+    for Exponents { layer, kmin, kmax, widest, zero_blocks, zero_blocks_replaced, .. } in layers {
         let show = |k: Option<i32>| k.map_or_else(|| "-".to_owned(), |k| k.to_string());
         let widest = widest.map_or_else(|| "-".to_owned(), |w| w.to_string());
         say(format_args!(
-            "  layer {layer:>3}: {:>4} to {:>4}, widest matrix {widest:>2}; {zero_blocks} blocks of zeros, \
+            "  layer {:>3}: {:>4} to {:>4}, widest matrix {widest:>2}; {zero_blocks} blocks of zeros, \
              {zero_blocks_replaced} with a new scale",
+            layer.unwrap_or_default(),
             show(*kmin),
             show(*kmax),
         ))?;
     }
-    let all = &report.exponents;
+    let all = Exponents::sum(layers);
     for (e, count) in &all.histogram {
         let share = 100.0 * *count as f64 / all.live_blocks.max(1) as f64;
         say(format_args!("  e = {e:>3}: {count} live blocks, {share:.3} %"))?;
     }
-    say(format_args!("  refused: nothing"))?;
+    Ok(())
+}
+
+/// How much was refused; the error that follows says what.
+pub(super) fn refused(refusals: &Refusals) -> Result<()> {
+    say(format_args!(
+        "  refused: {} matrices with scales that do not fit NVFP4, {} with scales that are NaN",
+        refusals.as_nvfp4_only(),
+        refusals.nan
+    ))
+}
+
+fn whole(report: &Report) -> Result<()> {
     rounding(report)?;
     let files = report.files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>().join(", ");
     say(format_args!("beside the shards: {files}"))?;
@@ -164,8 +208,9 @@ fn proof(proof: &Proof) -> Result<()> {
         "read through the page cache, so perhaps from memory"
     };
     if proof.shards_hashed > 0 {
+        let only = if proof.shards_compared > 0 { "" } else { "; the source was not compared" };
         say(format_args!(
-            "verified: all {} shards have the BLAKE3 that they were written with ({way}); the source was not compared",
+            "verified: all {} shards have the BLAKE3 that they were written with ({way}){only}",
             proof.shards_hashed
         ))?;
     }

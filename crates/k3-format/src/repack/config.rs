@@ -73,7 +73,8 @@ pub(super) fn rewrite(source: &[u8], plan: &Plan, model: &ModelConfig) -> Result
             let object = model_opt(model, dense.as_ref());
             root.set(QUANTIZATION, pretty(&object, 2));
             language.remove(QUANTIZATION);
-            let producer = json!({ "name": "k3", "version": env!("CARGO_PKG_VERSION") });
+            // Without a version: a tree is the same whatever release makes it.
+            let producer = json!({ "name": "k3" });
             let file = json!({ "producer": producer, "quantization": object });
             hf_quant_config = (pretty(&file, 0) + "\n").into_bytes();
         }

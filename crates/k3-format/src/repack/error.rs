@@ -12,6 +12,8 @@ use crate::header::HeaderError;
 use crate::shard_error::ShardError;
 use crate::{ExpertFormat, LinearFormat};
 
+use super::differences::{Differences, IndexFate};
+use super::report::Exponents;
 use super::scales::{FirstMisfit, Misfit};
 
 /// Why a repack did not start, did not end, or what a verification found.
@@ -105,9 +107,19 @@ pub enum RepackError {
         .dir.display()
     )]
     SourceChanged { dir: PathBuf, what: String },
-    /// The notes of an earlier run cannot be used.
-    #[error("`{}` cannot be used: {message}; delete the directory and start again", .path.display())]
-    Journal { path: PathBuf, message: String },
+    /// The source was written to while it was read.
+    #[error(
+        "the source was modified while it was read: {what}; `{}` is not finished. When nothing writes to the source any \
+         more, run the same command again, which compares the complete shards with it first", .dir.display()
+    )]
+    SourceModified { dir: PathBuf, what: String },
+    /// The notes of an earlier run are lost, and what is there is not what this run would make.
+    #[error(
+        "`{}` has no notes of an earlier run that can be read, and its `{file}` is not what this command makes; repeat the \
+         arguments that the tree was made with, or name another directory; if that file is damaged or none of the tree, \
+         remove it", .dir.display()
+    )]
+    OtherTree { dir: PathBuf, file: String },
     /// The target's file system is too small.
     #[error(
         "`{}` needs {needed} bytes more, its file system has {free} bytes free; take another disk, or free some",
@@ -123,12 +135,12 @@ pub enum RepackError {
     /// Experts that cannot be converted without loss.
     #[error(transparent)]
     Refused(#[from] Refusals),
-    /// The result does not hold what the source does.
-    #[error(
-        "`{}` does not hold what the source does: {what}; delete this file and run the same command again, and if that \
-         repeats, check the disk and the memory of the machine", .file.display()
-    )]
-    Differs { file: PathBuf, what: String },
+    /// The result failed its verification.
+    #[error(transparent)]
+    Differs(#[from] Box<Differences>),
+    /// The result is whole and does not open as the source's model.
+    #[error("`{}` does not open as the model of the source{what}; {index}", .dir.display())]
+    NotOpened { dir: PathBuf, what: &'static str, index: IndexFate, source: Option<Box<Error>> },
     /// The source lost a tensor that it was opened with. A mistake of this program.
     #[error("the source has no tensor `{name}`")]
     NoTensor { name: String },
@@ -168,9 +180,11 @@ pub struct Refusal {
     pub e: u8,
     /// Exponent of the largest live block of the matrices that share a scale; `None` if no block is live.
     pub kmax: Option<i32>,
-    /// How many such blocks the matrix has.
+    /// Blocks of the matrix that do not fit, other than those whose scale is NaN.
     pub blocks: u64,
-    /// Why it cannot be converted.
+    /// Blocks of the matrix whose scale is NaN.
+    pub nan_blocks: u64,
+    /// Why that first block cannot be converted.
     pub why: &'static str,
 }
 
@@ -200,6 +214,7 @@ impl Refusal {
             e: misfit.e,
             kmax,
             blocks: misfit.count,
+            nan_blocks: misfit.nan,
             why,
         }
     }
@@ -211,7 +226,7 @@ impl fmt::Display for Refusal {
         let kmax = self.kmax.map_or_else(|| "none".to_owned(), |k| k.to_string());
         write!(
             f,
-            "{} (layer {}, expert {}, matrix {}): row {}, block {}: e = {}, kmax = {kmax}: {}; {} such block(s)",
+            "{} (layer {}, expert {}, matrix {}): row {}, block {}: e = {}, kmax = {kmax}: {}; ",
             matrix_name(self.layer, self.expert, which),
             self.layer,
             self.expert,
@@ -220,8 +235,12 @@ impl fmt::Display for Refusal {
             self.block,
             self.e,
             self.why,
-            self.blocks,
-        )
+        )?;
+        match (self.blocks, self.nan_blocks) {
+            (blocks, 0) => write!(f, "{blocks} such block(s)"),
+            (0, nan) => write!(f, "{nan} such block(s)"),
+            (blocks, nan) => write!(f, "{blocks} block(s) that do not fit, {nan} NaN"),
+        }
     }
 }
 
@@ -232,6 +251,10 @@ pub struct Refusals {
     pub first: Vec<Refusal>,
     /// How many there are.
     pub total: usize,
+    /// Of these, matrices with a scale that is NaN, which no format keeps.
+    pub nan: usize,
+    /// The exponents of every layer that was read, the refused ones among them, by layer.
+    pub exponents: Vec<Exponents>,
 }
 
 impl Refusals {
@@ -240,8 +263,14 @@ impl Refusals {
     /// Refusals that the message shows.
     const SHOWN: usize = 10;
 
+    /// Matrices that are refused as NVFP4 only: as MXFP4 they stay as they are.
+    pub fn as_nvfp4_only(&self) -> usize {
+        self.total - self.nan
+    }
+
     pub(super) fn push(&mut self, refusal: Refusal) {
         self.total += 1;
+        self.nan += usize::from(refusal.nan_blocks > 0);
         if self.first.len() < Self::LISTED {
             self.first.push(refusal);
         }
@@ -249,9 +278,12 @@ impl Refusals {
 
     pub(super) fn extend(&mut self, other: Self) {
         self.total += other.total;
+        self.nan += other.nan;
         self.first.extend(other.first);
         self.first.sort_by_key(|r| (r.layer, r.expert, r.matrix));
         self.first.truncate(Self::LISTED);
+        self.exponents.extend(other.exponents);
+        self.exponents.sort_by_key(|exponents| exponents.layer);
     }
 }
 
@@ -259,9 +291,11 @@ impl fmt::Display for Refusals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} matrices of routed experts cannot be converted without loss, and nothing is rounded; shards without \
-             them are complete:",
-            self.total
+            "{} matrices of routed experts cannot be converted without loss, and nothing is rounded ({} with scales that \
+             do not fit NVFP4, {} with scales that are NaN); shards without them are complete:",
+            self.total,
+            self.as_nvfp4_only(),
+            self.nan
         )?;
         for refusal in self.first.iter().take(Self::SHOWN) {
             write!(f, "\n  {refusal}")?;
@@ -269,8 +303,17 @@ impl fmt::Display for Refusals {
         if self.total > Self::SHOWN {
             write!(f, "\n  and {} more", self.total - Self::SHOWN.min(self.first.len()))?;
         }
-        f.write_str(
-            "\nrepack with MXFP4 experts (--experts mxfp4), which keeps out-of-window blocks as they are",
-        )
+        if self.nan > 0 {
+            f.write_str(
+                "\na NaN is in no published weight: the source is damaged or was converted wrongly; compare its checksums \
+                 with the published ones and get those files again",
+            )?;
+        }
+        if self.nan == 0 {
+            f.write_str(
+                "\nrepack with MXFP4 experts (--experts mxfp4), which keeps these blocks as they are",
+            )?;
+        }
+        Ok(())
     }
 }

@@ -8,12 +8,11 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::Checkpoint;
 use crate::direct::{DIRECT_ALIGN, direct_flag};
 use crate::read::Buffer;
+use crate::{Checkpoint, Shards};
 
 use super::error::RepackError;
-use super::plan::Plan;
 use super::read::{Reader, open_direct};
 use super::target;
 
@@ -25,19 +24,23 @@ const MOST: u64 = 256 << 20;
 const PIECE: usize = 8 << 20;
 
 /// What a run would do.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Estimate {
-    /// Bytes to be read from the source.
+    /// Bytes to be read: of the source, and of shards that are compared with it.
     pub read_bytes: u64,
     /// Bytes to be written, at most.
     pub write_bytes: u64,
+    /// Bytes that must be free for that; 0 if nothing is to be written.
+    pub needed_bytes: u64,
     /// Free bytes on the target's file system.
     pub free_bytes: u64,
     /// Shards to be written.
     pub shards: usize,
     /// Shards that are complete already.
     pub complete: usize,
+    /// Shards that are there and are compared with the source first: those that are not right are written, too.
+    pub compared: usize,
     /// Shards in flight.
     pub jobs: usize,
     /// The most memory for buffers.
@@ -52,43 +55,26 @@ pub struct Estimate {
     pub seconds: Option<f64>,
 }
 
-pub(super) fn measure(
-    source: &Checkpoint,
-    plan: &Plan,
-    dir: &Path,
-    todo: &[usize],
-    complete: usize,
-    jobs: usize,
-    direct: bool,
-) -> Result<Estimate, RepackError> {
-    let sum = |of: fn(&super::ShardPlan) -> u64| todo.iter().map(|&i| of(&plan.shards[i])).sum::<u64>();
-    let absolute = std::path::absolute(dir).map_err(RepackError::io("resolve", dir))?;
-    let place = target::existing(&absolute);
-    let (read_bytes, write_bytes) = (sum(|s| s.read_bytes), sum(|s| s.file_bytes));
-    let (mut read_rate, mut write_rate, mut seconds) = (None, None, None);
-    if !todo.is_empty() {
-        read_rate = measure_reading(source, direct);
-        write_rate = measure_writing(place, direct);
+impl Estimate {
+    /// Whether there is room for the result.
+    pub fn fits(&self) -> bool {
+        self.needed_bytes <= self.free_bytes
+    }
+
+    /// Measures the rates.
+    pub(super) fn measure(&mut self, source: &Checkpoint, dir: &Path) -> Result<(), RepackError> {
+        let absolute = std::path::absolute(dir).map_err(RepackError::io("resolve", dir))?;
+        let place = target::existing(&absolute);
+        self.read_rate = measure_reading(source, self.direct);
+        self.write_rate = measure_writing(place, self.direct);
         let device = |path: &Path| std::fs::metadata(path).map(|m| m.dev()).ok();
         let one_device = source.shards().files().iter().any(|file| device(&file.path) == device(place));
-        seconds = read_rate.zip(write_rate).map(|(read, write)| {
-            let (reading, writing) = (read_bytes as f64 / read, write_bytes as f64 / write);
+        self.seconds = self.read_rate.zip(self.write_rate).map(|(read, write)| {
+            let (reading, writing) = (self.read_bytes as f64 / read, self.write_bytes as f64 / write);
             if one_device { reading + writing } else { reading.max(writing) }
         });
+        Ok(())
     }
-    Ok(Estimate {
-        read_bytes,
-        write_bytes,
-        free_bytes: target::free_bytes(dir)? + target::leftover_bytes(dir, &plan.shards),
-        shards: todo.len(),
-        complete,
-        jobs,
-        buffer_bytes: jobs as u64 * super::pipeline::bytes_in_flight(plan),
-        direct,
-        read_rate,
-        write_rate,
-        seconds,
-    })
 }
 
 /// The middle of the longest shard.
@@ -143,11 +129,11 @@ fn unnamed(_: &Path, _: bool) -> io::Result<std::fs::File> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// Whether the source can be read past the page cache; if not, where and why.
-pub(super) fn can_read_directly(source: &Checkpoint) -> Result<(), (PathBuf, io::Error)> {
+/// Whether these files can be read past the page cache; if not, where and why.
+pub(super) fn can_read_directly(shards: &Shards) -> Result<(), (PathBuf, io::Error)> {
     // One of each file system.
     let mut seen = Vec::new();
-    for file in source.shards().files() {
+    for file in shards.files() {
         let failed = |e| (file.path.clone(), e);
         let device = std::fs::metadata(&file.path).map_err(failed)?.dev();
         if seen.contains(&device) {

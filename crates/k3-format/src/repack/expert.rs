@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use crate::Checkpoint;
-use crate::experts::{ExpertLayout, ExpertLocation};
+use crate::experts::ExpertLayout;
 
 use super::error::{Refusal, Refusals, RepackError};
 use super::plan::Plan;
 use super::read::Reader;
 use super::recipe::{ExpertTarget, Naming};
-use super::report::LayerExponents;
+use super::report::Exponents;
 use super::scales::{Cast, Census, first_nan, global_exponent};
 
 /// The matrices that share a scale: gate and up are one product in other engines; down has its own
@@ -28,7 +28,7 @@ pub(super) struct LayerExperts<'a> {
     live: [Vec<u8>; 3],
     /// Scale of each matrix as (factor, divisor), in id order.
     globals: Vec<(f32, f32)>,
-    pub(super) exponents: LayerExponents,
+    pub(super) exponents: Exponents,
     pub(super) refusals: Refusals,
 }
 
@@ -45,7 +45,7 @@ impl<'a> LayerExperts<'a> {
             scales: std::array::from_fn(scratch),
             live: std::array::from_fn(scratch),
             globals: Vec::with_capacity(3 * plan.experts_per_layer),
-            exponents: LayerExponents::new(layer),
+            exponents: Exponents::new(layer),
             refusals: Refusals::default(),
         }
     }
@@ -85,11 +85,7 @@ impl<'a> LayerExperts<'a> {
     fn read(&mut self, expert: usize, reader: &mut Reader<'_>, out: &mut [u8]) -> Result<(), RepackError> {
         let location = self.source.experts().location(self.layer, expert as u32)?;
         for part in 0..6 {
-            let range = &self.from.parts[part];
-            let (shard, begin) = match location {
-                ExpertLocation::Run { shard, begin } => (shard, begin + range.start as u64),
-                ExpertLocation::Scattered(parts) => (parts[part].shard as usize, parts[part].begin),
-            };
+            let (shard, begin) = location.part(self.from, part);
             let into: &mut [u8] = if part % 2 == 0 {
                 &mut out[self.to.parts[part].clone()]
             } else {

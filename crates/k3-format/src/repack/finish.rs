@@ -3,17 +3,18 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use crate::Checkpoint;
 use crate::index::INDEX_FILE;
 use crate::new_file::NewFile;
 use crate::small_file::read_small;
 use crate::writer::{index_text, write_index};
+use crate::{Checkpoint, Error, OpenOptions, ShardError};
 
 use super::REPORT_FILE;
+use super::differences::IndexFate;
 use super::error::RepackError;
 use super::extras::Extras;
 use super::plan::Plan;
-use super::report::{FileRecord, KindRounding, LayerExponentsOfAll, LeftOut, Report};
+use super::report::{Exponents, FileRecord, KindRounding, LeftOut, Report};
 use super::source_id::SourceId;
 
 /// The report of a tree whose shards are all complete; `shards` in the order of the plan.
@@ -30,11 +31,8 @@ pub(super) fn report(
         exponents: None,
         rounding: Vec::new(),
     };
-    let mut files: Vec<FileRecord> = extras
-        .outputs
-        .iter()
-        .map(|(name, bytes)| record(name, bytes.len() as u64, blake3::hash(bytes)))
-        .collect();
+    let mut files: Vec<FileRecord> =
+        extras.outputs.iter().map(|extra| record(&extra.name, extra.len, extra.hash)).collect();
     let (mut len, mut hasher) = (0, blake3::Hasher::new());
     index_text(INDEX_FILE.as_ref(), weight_map(plan), plan.data_bytes(), &mut |piece| {
         len += piece.len() as u64;
@@ -48,7 +46,7 @@ pub(super) fn report(
         source: source.clone(),
         total_size: plan.data_bytes(),
         tensors: plan.shards.iter().map(|shard| shard.tensors).sum(),
-        exponents: LayerExponentsOfAll::of(shards.iter().filter_map(|shard| shard.exponents.as_ref())),
+        exponents: Exponents::sum(shards.iter().filter_map(|shard| shard.exponents.as_ref())),
         rounding: KindRounding::of(shards.iter().flat_map(|shard| &shard.rounding)),
         not_quantized: plan.quantized().1.into_iter().map(|dense| dense.source.clone()).collect(),
         files,
@@ -76,10 +74,12 @@ pub(super) fn report_text(report: &Report) -> Result<Vec<u8>, RepackError> {
 
 /// Writes what is not there yet or differs, the index last.
 pub(super) fn write(dir: &Path, plan: &Plan, extras: &Extras, report: &Report) -> Result<(), RepackError> {
-    for (name, bytes) in &extras.outputs {
-        write_small(dir, name, bytes)?;
+    for extra in &extras.outputs {
+        extra.write(dir)?;
     }
-    write_small(dir, REPORT_FILE, &report_text(report)?)?;
+    let mut file = NewFile::create(&dir.join(REPORT_FILE))?;
+    file.write(&report_text(report)?)?;
+    file.commit()?;
     Ok(write_index(dir, weight_map(plan), plan.data_bytes())?)
 }
 
@@ -99,22 +99,29 @@ pub(super) fn is_whole(dir: &Path, report: &Report) -> Result<bool, RepackError>
     Ok(report.files.iter().all(same))
 }
 
-fn write_small(dir: &Path, name: &str, bytes: &[u8]) -> Result<(), RepackError> {
-    let mut file = NewFile::create(&dir.join(name))?;
-    file.write(bytes)?;
-    Ok(file.commit()?)
-}
-
 /// Opens a finished tree as an engine does, and checks that it is the same model.
 pub(super) fn open(dir: &Path, source: &Checkpoint) -> Result<(), RepackError> {
-    let mut options = crate::OpenOptions::default();
-    if let Some(resolution) = source.indexer_names() {
-        options = options.indexer_names(resolution.names.clone());
+    let result = Checkpoint::open(dir, &open_options(source)).map_err(|error| not_opened(dir, error))?;
+    if result.config() == source.config() && result.variant() == source.variant() {
+        return Ok(());
     }
-    let result = Checkpoint::open(dir, &options)?;
-    if result.config() != source.config() || result.variant() != source.variant() {
-        let what = "its config opens as another model than the source's".to_owned();
-        return Err(RepackError::Differs { file: dir.join("config.json"), what });
+    let (what, index) = (": its config is another model's", IndexFate::remove(dir));
+    Err(RepackError::NotOpened { dir: dir.to_owned(), what, index, source: None })
+}
+
+/// Takes the index from a finished tree that does not open, unless the system was what failed.
+pub(super) fn not_opened(dir: &Path, error: Error) -> RepackError {
+    if matches!(error, Error::ReadFile { .. } | Error::Shards(ShardError::Io { .. })) {
+        return error.into();
     }
-    Ok(())
+    let index = IndexFate::remove(dir);
+    RepackError::NotOpened { dir: dir.to_owned(), what: "", index, source: Some(Box::new(error)) }
+}
+
+/// Options that find the tensors of the same model as `source` does.
+pub(super) fn open_options(source: &Checkpoint) -> OpenOptions {
+    match source.indexer_names() {
+        Some(resolution) => OpenOptions::default().indexer_names(resolution.names.clone()),
+        None => OpenOptions::default(),
+    }
 }

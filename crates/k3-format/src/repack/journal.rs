@@ -18,6 +18,9 @@ pub(super) const JOURNAL_FILE: &str = ".repack-journal";
 /// The version of the notes that this program writes and reads.
 const VERSION: u32 = 1;
 
+/// When each shard of a source was last written, by name.
+pub(super) type Times = Vec<(String, i64, i64)>;
+
 /// The first line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Begun {
@@ -25,12 +28,19 @@ pub(super) struct Begun {
     /// As arguments.
     pub(super) recipe: String,
     pub(super) source: SourceId,
-    /// When each shard of the source was last written.
-    pub(super) times: Vec<(String, i64, i64)>,
+    /// Of the source's shards when the complete shards were made from it or compared with it; empty if unknown.
+    pub(super) times: Times,
+}
+
+/// A line that takes the place of the first one's times.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Renewed {
+    times: Times,
 }
 
 impl Begun {
-    pub(super) fn new(recipe: String, source: SourceId, times: Vec<(String, i64, i64)>) -> Self {
+    pub(super) fn new(recipe: String, source: SourceId, times: Times) -> Self {
         Self { k3_repack: VERSION, recipe, source, times }
     }
 }
@@ -42,6 +52,7 @@ pub(super) struct Journal {
     file: File,
     /// Bytes of whole lines.
     len: u64,
+    /// `None` of a new journal, and of one whose first line is damaged or was written by another release.
     pub(super) begun: Option<Begun>,
     /// One record a shard; of two, the later one holds.
     pub(super) records: Vec<FileRecord>,
@@ -74,35 +85,36 @@ impl Journal {
         let mut text = Vec::new();
         file.read_to_end(&mut text).map_err(RepackError::io("read", &path))?;
         let mut journal = Self { path, file, len: 0, begun: None, records: Vec::new() };
-        journal.parse(&text)?;
+        journal.parse(&text);
         Ok(journal)
     }
 
-    /// Takes whole lines only: the last one may be cut by the end of its run.
-    fn parse(&mut self, text: &[u8]) -> Result<(), RepackError> {
+    /// Takes whole lines only: the last one may be cut by the end of its run. With a line that cannot be read the notes
+    /// end; shards that come later in them are compared with the source.
+    fn parse(&mut self, text: &[u8]) {
         for line in text.split_inclusive(|&b| b == b'\n') {
             let Some(json) = line.strip_suffix(b"\n") else { break };
-            if self.begun.is_none() {
-                let begun: Begun = serde_json::from_slice(json).map_err(|e| self.invalid(&e.to_string()))?;
-                if begun.k3_repack != VERSION {
-                    let message =
-                        format!("it is of version {}, this program writes {VERSION}", begun.k3_repack);
-                    return Err(self.invalid(&message));
+            if let Some(begun) = &mut self.begun {
+                if let Ok(record) = serde_json::from_slice(json) {
+                    self.put(record);
+                } else if let Ok(Renewed { times }) = serde_json::from_slice(json) {
+                    begun.times = times;
+                } else {
+                    break;
                 }
-                self.begun = Some(begun);
             } else {
-                // What cannot be read is made again.
-                let Ok(record) = serde_json::from_slice::<FileRecord>(json) else { break };
-                self.records.retain(|r| r.name != record.name);
-                self.records.push(record);
+                match serde_json::from_slice::<Begun>(json) {
+                    Ok(begun) if begun.k3_repack == VERSION => self.begun = Some(begun),
+                    _ => break,
+                }
             }
             self.len += line.len() as u64;
         }
-        Ok(())
     }
 
-    fn invalid(&self, message: &str) -> RepackError {
-        RepackError::Journal { path: self.path.clone(), message: message.to_owned() }
+    fn put(&mut self, record: FileRecord) {
+        self.records.retain(|r| r.name != record.name);
+        self.records.push(record);
     }
 
     /// Notes what the tree is made from.
@@ -115,24 +127,32 @@ impl Journal {
     /// Notes a shard that has its name and is on the disk.
     pub(super) fn complete(&mut self, record: FileRecord) -> Result<(), RepackError> {
         self.append(&record)?;
-        self.records.retain(|r| r.name != record.name);
-        self.records.push(record);
+        self.put(record);
+        Ok(())
+    }
+
+    /// Notes that all shards that are noted were compared with a source of these times.
+    pub(super) fn renew(&mut self, times: Times) -> Result<(), RepackError> {
+        self.append(&Renewed { times: times.clone() })?;
+        if let Some(begun) = &mut self.begun {
+            begun.times = times;
+        }
         Ok(())
     }
 
     fn append(&mut self, line: &impl Serialize) -> Result<(), RepackError> {
         let failed = RepackError::io("write", &self.path);
-        let mut line = serde_json::to_vec(line).map_err(|e| self.invalid(&e.to_string()))?;
-        line.push(b'\n');
-        let mut write = || -> io::Result<()> {
+        let mut write = || -> io::Result<u64> {
+            let mut line = serde_json::to_vec(line)?;
+            line.push(b'\n');
             // Over the rest of a line that was cut.
             self.file.set_len(self.len)?;
             self.file.seek(SeekFrom::Start(self.len))?;
             self.file.write_all(&line)?;
-            self.file.sync_data()
+            self.file.sync_data()?;
+            Ok(line.len() as u64)
         };
-        write().map_err(failed)?;
-        self.len += line.len() as u64;
+        self.len += write().map_err(failed)?;
         Ok(())
     }
 

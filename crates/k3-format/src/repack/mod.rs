@@ -15,15 +15,20 @@
 //! # }
 //! ```
 
+mod call;
+mod compare;
 mod config;
 mod dense;
 mod dense_config;
+mod differences;
 mod error;
 mod estimate;
+mod existing;
 mod expert;
 mod extras;
 mod finish;
 mod journal;
+mod parallel;
 mod pipeline;
 mod plan;
 mod raw_object;
@@ -38,13 +43,12 @@ mod target;
 mod verify;
 
 pub use dense::dense_format;
+pub use differences::{Differences, IndexFate, ShardDifferences};
 pub use error::{Refusal, Refusals, RepackError};
 pub use estimate::Estimate;
 pub use plan::{DensePlan, Dropped, Plan, ShardPlan};
 pub use recipe::{DenseFormat, ExpertTarget, Naming, Recipe};
-pub use report::{
-    FileRecord, KindRounding, LayerExponents, LayerExponentsOfAll, LeftOut, MatrixRounding, Outcome, Report,
-};
+pub use report::{Exponents, FileRecord, KindRounding, LeftOut, MatrixRounding, Outcome, Report};
 pub use run::{IoMode, Phase, Progress, Repack, RunOptions, VerifyMode};
 pub use source_id::{SourceFile, SourceId};
 pub use verify::Proof;

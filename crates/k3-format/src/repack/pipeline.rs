@@ -1,10 +1,9 @@
 //! Several shards in flight, each with a thread that reads and converts and one that hashes and writes.
 
-use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Mutex, PoisonError};
 
 use crate::read::Buffer;
 use crate::shard_error::ShardError;
@@ -13,12 +12,15 @@ use crate::{Checkpoint, TensorInfo};
 
 use super::dense;
 use super::error::{Refusals, RepackError};
+use super::existing::Existing;
 use super::expert::LayerExperts;
 use super::journal::Journal;
-use super::plan::{DATA_ALIGN, Plan, ShardPlan};
+use super::parallel::{self, locked};
+use super::plan::{DATA_ALIGN, Plan, ShardPlan, metadata};
 use super::read::Reader;
-use super::report::{FileRecord, LayerExponents, MatrixRounding, hex};
+use super::report::{Exponents, FileRecord, MatrixRounding, hex};
 use super::sink::{Piece, Sink};
+use super::target;
 
 /// Buffers of a shard in flight: one being filled, one being written, one between.
 const BUFFERS: u64 = 3;
@@ -41,7 +43,7 @@ pub(super) fn bytes_in_flight(plan: &Plan) -> u64 {
 
 /// What happens while shards are made.
 pub(super) enum Event {
-    /// So many bytes more were written.
+    /// So many bytes more were written or compared.
     Written(u64),
     /// A shard is complete.
     Complete,
@@ -58,15 +60,52 @@ pub(super) struct Work<'a> {
 
 /// What was seen while a shard was made.
 struct Made {
-    exponents: Option<LayerExponents>,
+    exponents: Option<Exponents>,
     rounding: Vec<MatrixRounding>,
 }
 
-/// Everything that went wrong, of which a run reports the first that is not a refusal.
-#[derive(Default)]
-struct Trouble {
-    refusals: Refusals,
-    error: Option<RepackError>,
+/// A shard that is there and of which nothing can be trusted, by its position in the plan, and what an earlier run noted
+/// of it.
+pub(super) struct Candidate {
+    pub(super) shard: usize,
+    pub(super) record: Option<FileRecord>,
+}
+
+/// What became of a [`Candidate`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// It is what the source gives, byte for byte, and is noted now.
+    Right,
+    /// It is not.
+    Wrong,
+    /// It is not, and neither was it when it was noted: the source has changed.
+    OtherSource,
+}
+
+/// Where the bytes of a shard go.
+enum Output {
+    /// Into a new file.
+    New(ShardWriter),
+    /// Nowhere: they are compared with a file.
+    There(Existing),
+}
+
+impl Output {
+    fn put(&mut self, bytes: &[u8]) -> Result<(), RepackError> {
+        match self {
+            Self::New(writer) => writer.write_run(bytes)?,
+            Self::There(file) => file.put(bytes),
+        }
+        Ok(())
+    }
+
+    /// What the shard is, and whether the file has it.
+    fn finish(self) -> Result<(Written, bool), RepackError> {
+        match self {
+            Self::New(writer) => Ok((writer.finish_hashed()?, true)),
+            Self::There(file) => Ok(file.finish()),
+        }
+    }
 }
 
 impl Work<'_> {
@@ -78,52 +117,69 @@ impl Work<'_> {
         jobs: usize,
         report: &mut dyn FnMut(Event),
     ) -> Result<Vec<FileRecord>, RepackError> {
-        let (events, heard) = mpsc::channel();
-        let (next, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let trouble = Mutex::new(Trouble::default());
-        let done = Mutex::new(Vec::new());
-        std::thread::scope(|scope| {
-            let jobs = jobs.min(todo.len());
-            let threads = dense::threads(jobs);
-            for _ in 0..jobs {
-                let events = events.clone();
-                let (next, stop, trouble, done) = (&next, &stop, &trouble, &done);
-                scope.spawn(move || {
-                    while let Some(&shard) = todo.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        if stop.load(Ordering::Relaxed) {
-                            return;
-                        }
-                        match self.shard(&self.plan.shards[shard], threads, stop, &events) {
-                            Ok(record) => locked(done).push(record),
-                            Err(RepackError::Refused(refusals)) => locked(trouble).refusals.extend(refusals),
-                            Err(error) => {
-                                stop.store(true, Ordering::Relaxed);
-                                let mut trouble = locked(trouble);
-                                // Shards that were stopped say so only.
-                                if trouble.error.is_none()
-                                    || matches!(trouble.error, Some(RepackError::WriterEnded))
-                                {
-                                    trouble.error = Some(error);
-                                }
-                                return;
-                            }
-                        }
-                    }
-                });
+        let threads = dense::threads(jobs.min(todo.len()));
+        let made = parallel::each(todo, jobs, report, |shard, stop, events| {
+            match self.shard(&self.plan.shards[shard], threads, stop, events) {
+                Err(RepackError::Refused(refusals)) => Ok(Err(refusals)),
+                made => made.map(Ok),
             }
-            drop(events);
-            heard.into_iter().for_each(report);
-        });
-        let trouble = trouble.into_inner().unwrap_or_else(PoisonError::into_inner);
-        if let Some(error) = trouble.error {
-            return Err(error);
+        })?;
+        let (mut done, mut refusals) = (Vec::new(), Refusals::default());
+        for made in made {
+            match made {
+                Ok(record) => done.push(record),
+                Err(refused) => refusals.extend(refused),
+            }
         }
-        if trouble.refusals.total > 0 {
-            return Err(trouble.refusals.into());
+        if refusals.total == 0 {
+            return Ok(done);
         }
-        let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
-        done.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(done)
+        let exponents = done.into_iter().filter_map(|record| record.exponents).collect();
+        refusals.extend(Refusals { exponents, ..Refusals::default() });
+        Err(refusals.into())
+    }
+
+    /// Compares shards that are there with what the source gives, `jobs` at a time.
+    pub(super) fn compare(
+        &self,
+        candidates: &[Candidate],
+        jobs: usize,
+        report: &mut dyn FnMut(Event),
+    ) -> Result<Vec<Verdict>, RepackError> {
+        let candidates: Vec<&Candidate> = candidates.iter().collect();
+        let threads = dense::threads(jobs.min(candidates.len()));
+        parallel::each(&candidates, jobs, report, |candidate, stop, events| {
+            self.candidate(candidate, threads, stop, events)
+        })
+    }
+
+    fn candidate(
+        &self,
+        candidate: &Candidate,
+        threads: usize,
+        stop: &AtomicBool,
+        events: &Sender<Event>,
+    ) -> Result<Verdict, RepackError> {
+        let shard = &self.plan.shards[candidate.shard];
+        let path = self.dir.join(&shard.name);
+        let mut there = Existing::open(&path, self.direct)?;
+        there.put(&self.plan.header(&path, shard)?);
+        let noted = candidate.record.as_ref();
+        let (record, is_same) = match self.stream(shard, Output::There(there), threads, stop, events) {
+            // Whoever noted the shard had a source from which it could be made.
+            Err(RepackError::Refused(_)) => {
+                return Ok(if noted.is_some() { Verdict::OtherSource } else { Verdict::Wrong });
+            }
+            found => found?,
+        };
+        if is_same {
+            if noted != Some(&record) {
+                locked(&self.journal).complete(record)?;
+            }
+            return Ok(Verdict::Right);
+        }
+        let is_noted = noted.is_none_or(|noted| noted.blake3 == record.blake3);
+        Ok(if is_noted { Verdict::Wrong } else { Verdict::OtherSource })
     }
 
     /// Makes one shard, from its partial file to its line in the journal.
@@ -136,10 +192,30 @@ impl Work<'_> {
     ) -> Result<FileRecord, RepackError> {
         let path = self.dir.join(&shard.name);
         let specs: Vec<TensorSpec> = self.plan.specs(shard).collect();
-        // Loaders of PyTorch models ask for it.
-        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-        let writer = ShardWriter::create_hashed(&path, DATA_ALIGN, &specs, Some(&metadata), self.direct)?;
+        let writer = ShardWriter::create_hashed(&path, DATA_ALIGN, &specs, Some(&metadata()), self.direct)?;
         drop(specs);
+        let made = self.stream(shard, Output::New(writer), threads, stop, events);
+        if matches!(made, Err(RepackError::Refused(_))) {
+            // Nobody goes on with it, and it may be large. Who holds the lock of the journal is the only one who has it.
+            target::remove_leftovers(self.dir, std::slice::from_ref(shard))?;
+        }
+        let (record, _) = made?;
+        locked(&self.journal).complete(record.clone())?;
+        let _ = events.send(Event::Complete);
+        Ok(record)
+    }
+
+    /// Makes the bytes of a shard's data and hands them to `output`, with a thread for each. Says what the shard is, and
+    /// whether the file has it.
+    fn stream(
+        &self,
+        shard: &ShardPlan,
+        output: Output,
+        threads: usize,
+        stop: &AtomicBool,
+        events: &Sender<Event>,
+    ) -> Result<(FileRecord, bool), RepackError> {
+        let path = self.dir.join(&shard.name);
         let mut reader = Reader::new(self.source.shards(), self.direct)?;
         let capacity = buffer_bytes(self.plan);
         let (full, to_write) = mpsc::sync_channel(BUFFERS as usize);
@@ -150,8 +226,8 @@ impl Work<'_> {
             // The other end is in this function.
             let _ = used.send(buffer);
         }
-        let (made, written) = std::thread::scope(|scope| {
-            let writing = scope.spawn(|| write(writer, to_write, used, events));
+        let (made, (written, is_there)) = std::thread::scope(|scope| {
+            let writing = scope.spawn(|| write(output, to_write, used, events));
             let made = self.make(shard, threads, &mut reader, Sink::new(full, empty, capacity), stop);
             let written = writing.join().unwrap_or(Err(RepackError::WriterEnded));
             match (made, written) {
@@ -168,9 +244,7 @@ impl Work<'_> {
             exponents: made.exponents,
             rounding: made.rounding,
         };
-        locked(&self.journal).complete(record.clone())?;
-        let _ = events.send(Event::Complete);
-        Ok(record)
+        Ok((record, is_there))
     }
 
     /// Makes the bytes of a shard, in file order.
@@ -199,7 +273,9 @@ impl Work<'_> {
         if let Some(layer) = &mut experts
             && layer.refusals.total > 0
         {
-            return Err(std::mem::take(&mut layer.refusals).into());
+            let mut refusals = std::mem::take(&mut layer.refusals);
+            refusals.exponents.push(std::mem::take(&mut layer.exponents));
+            return Err(refusals.into());
         }
         let mut rounding = Vec::new();
         for tensor in &shard.dense {
@@ -220,32 +296,27 @@ impl Work<'_> {
     }
 }
 
-/// Writes what comes; `None` if it ends before the shard is whole.
+/// Hands on what comes; `None` if it ends before the shard is whole.
 #[allow(
     clippy::needless_pass_by_value,
     reason = "when this ends its channels must, or the other end would wait"
 )]
 fn write(
-    mut writer: ShardWriter,
+    mut output: Output,
     pieces: Receiver<Piece>,
     used: Sender<Buffer>,
     events: &Sender<Event>,
-) -> Result<Option<Written>, RepackError> {
+) -> Result<Option<(Written, bool)>, RepackError> {
     for piece in pieces {
         match piece {
             Piece::Bytes { mut buffer, len } => {
-                writer.write_run(&buffer.as_mut()[..len])?;
+                output.put(&buffer.as_mut()[..len])?;
                 let _ = events.send(Event::Written(len as u64));
                 // Who makes the bytes may be through already.
                 let _ = used.send(buffer);
             }
-            Piece::End => return Ok(Some(writer.finish_hashed()?)),
+            Piece::End => return Ok(Some(output.finish()?)),
         }
     }
     Ok(None)
-}
-
-/// No thread panics while it holds one of these locks; what they guard is whole at any moment.
-pub(super) fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

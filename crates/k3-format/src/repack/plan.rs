@@ -1,8 +1,9 @@
 //! What a repack will do, from the headers of the source alone: which shards come out, what they hold in which order,
 //! and where it comes from.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::path::Path;
 
 use safetensors::Dtype;
 
@@ -10,8 +11,8 @@ use crate::experts::{EXPERTS_PREFIX, ExpertLayout, MATRICES, matrix_name};
 use crate::names::{Names, split_layer};
 use crate::shards::TensorInfo;
 use crate::survey::VISION_PREFIXES;
-use crate::writer::TensorSpec;
-use crate::{Checkpoint, ExpertFormat, TensorId};
+use crate::writer::{TensorSpec, planned_header};
+use crate::{Checkpoint, ExpertFormat, ShardError, TensorId};
 
 use super::dense::{self, dense_format};
 use super::error::RepackError;
@@ -214,6 +215,17 @@ impl Plan {
         experts.chain(shard.dense.iter().flat_map(|dense| dense.outputs.iter().cloned())).chain(beside)
     }
 
+    /// What stands before the data of a shard, which will be at `path`.
+    pub(super) fn header(&self, path: &Path, shard: &ShardPlan) -> Result<Vec<u8>, ShardError> {
+        let specs: Vec<TensorSpec> = self.specs(shard).collect();
+        Ok(planned_header(path, DATA_ALIGN, &specs, Some(&metadata()))?.bytes)
+    }
+
+    /// BLAKE3 of the JSON of that header, as [`crate::ShardFile::header_hash`].
+    pub(super) fn header_hash(&self, path: &Path, shard: &ShardPlan) -> Result<[u8; 32], ShardError> {
+        Ok(blake3::hash(&self.header(path, shard)?[8..]).into())
+    }
+
     /// The runs of all experts of a layer.
     fn expert_specs(&self, layer: usize) -> impl Iterator<Item = TensorSpec> + '_ {
         let (packed, scale) = match self.experts.format {
@@ -272,6 +284,11 @@ impl Plan {
     pub fn data_bytes(&self) -> u64 {
         self.shards.iter().map(|shard| shard.data_bytes).sum()
     }
+}
+
+/// `__metadata__` of every shard: loaders of PyTorch models ask for it.
+pub(super) fn metadata() -> BTreeMap<String, String> {
+    BTreeMap::from([("format".to_owned(), "pt".to_owned())])
 }
 
 /// All matrices of a layer's experts, in id order and in the order w1, w2, w3.

@@ -13,11 +13,12 @@ use super::scales::Census;
 use super::source_id::SourceId;
 use super::verify::Proof;
 
-/// The block exponents of the routed experts of a layer.
+/// The block exponents of the routed experts of a layer, or of all layers together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LayerExponents {
-    /// 0-based layer.
-    pub layer: usize,
+pub struct Exponents {
+    /// 0-based layer; `None` of all together.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub layer: Option<usize>,
     /// Smallest exponent of a live block, as a power of two; `None` if no block is live.
     pub kmin: Option<i32>,
     /// Largest exponent of a live block.
@@ -37,9 +38,29 @@ pub struct LayerExponents {
     pub global_exponents: BTreeMap<i32, u64>,
 }
 
-impl LayerExponents {
+impl Exponents {
     pub(super) fn new(layer: usize) -> Self {
-        Self { layer, ..Self::default() }
+        Self { layer: Some(layer), ..Self::default() }
+    }
+
+    /// All layers together.
+    pub fn sum<'a>(layers: impl IntoIterator<Item = &'a Self>) -> Self {
+        let mut all = Self::default();
+        for layer in layers {
+            all.kmin = [all.kmin, layer.kmin].into_iter().flatten().min();
+            all.kmax = all.kmax.max(layer.kmax);
+            all.widest = all.widest.max(layer.widest);
+            all.live_blocks += layer.live_blocks;
+            all.zero_blocks += layer.zero_blocks;
+            all.zero_blocks_replaced += layer.zero_blocks_replaced;
+            for (e, count) in &layer.histogram {
+                *all.histogram.entry(*e).or_default() += count;
+            }
+            for (m, count) in &layer.global_exponents {
+                *all.global_exponents.entry(*m).or_default() += count;
+            }
+        }
+        all
     }
 
     /// Takes in the matrices that share a scale; `m` is its exponent, if they are to have one.
@@ -142,7 +163,7 @@ pub struct FileRecord {
     pub blake3: String,
     /// The exponents of the routed experts in it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub exponents: Option<LayerExponents>,
+    pub exponents: Option<Exponents>,
     /// The matrices in it that were quantized.
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
     pub rounding: Vec<MatrixRounding>,
@@ -172,7 +193,7 @@ pub struct Report {
     /// Tensors.
     pub tensors: usize,
     /// All layers together.
-    pub exponents: LayerExponentsOfAll,
+    pub exponents: Exponents,
     /// What quantizing dense matrices cost.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rounding: Vec<KindRounding>,
@@ -187,58 +208,25 @@ pub struct Report {
     pub left_out: LeftOut,
 }
 
-/// [`LayerExponents`] of all layers together.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-#[allow(missing_docs, reason = "the fields are those of LayerExponents")]
-pub struct LayerExponentsOfAll {
-    pub kmin: Option<i32>,
-    pub kmax: Option<i32>,
-    pub widest: Option<u32>,
-    pub live_blocks: u64,
-    pub zero_blocks: u64,
-    pub zero_blocks_replaced: u64,
-    pub histogram: BTreeMap<u8, u64>,
-    pub global_exponents: BTreeMap<i32, u64>,
-}
-
-impl LayerExponentsOfAll {
-    pub(super) fn of<'a>(layers: impl Iterator<Item = &'a LayerExponents>) -> Self {
-        let mut all = Self::default();
-        for layer in layers {
-            all.kmin = [all.kmin, layer.kmin].into_iter().flatten().min();
-            all.kmax = all.kmax.max(layer.kmax);
-            all.widest = all.widest.max(layer.widest);
-            all.live_blocks += layer.live_blocks;
-            all.zero_blocks += layer.zero_blocks;
-            all.zero_blocks_replaced += layer.zero_blocks_replaced;
-            for (e, count) in &layer.histogram {
-                *all.histogram.entry(*e).or_default() += count;
-            }
-            for (m, count) in &layer.global_exponents {
-                *all.global_exponents.entry(*m).or_default() += count;
-            }
-        }
-        all
-    }
-}
-
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde asks for")]
 fn as_text<S: serde::Serializer>(recipe: &Recipe, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(recipe)
 }
 
 /// What one call did.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Outcome {
     /// The finished tree; `None` if shards are missing, because the run was over some layers only.
     pub report: Option<Report>,
     /// Shards that this run wrote.
     pub written: Vec<FileRecord>,
-    /// Shards that were complete before.
+    /// Shards that were complete before, and of those that had to be compared with the source, the ones that are right.
     pub resumed: usize,
     /// Shards of the result that do not exist yet.
     pub missing: Vec<String>,
+    /// The exponents of every layer whose shard is complete, by layer.
+    pub exponents: Vec<Exponents>,
     /// Bytes read from the source.
     pub bytes_read: u64,
     /// Bytes written.

@@ -2,30 +2,29 @@
 
 use std::fs;
 use std::io;
+use std::num::NonZero;
 use std::ops::Range;
-use std::path::Path;
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::index::INDEX_FILE;
 use crate::shard_file;
 use crate::small_file::read_small;
-use crate::{Checkpoint, ShardError, Shards};
+use crate::{Checkpoint, Shards};
 
 use super::REPORT_FILE;
+use super::call::Call;
 use super::error::RepackError;
 use super::estimate::{self, Estimate};
 use super::extras::Extras;
 use super::finish;
 use super::journal::{Begun, Journal};
-use super::pipeline::{self, Event, Work};
-use super::plan::Plan;
+use super::pipeline::{self, Candidate};
+use super::plan::{Plan, ShardPlan};
 use super::recipe::Recipe;
 use super::report::{FileRecord, Outcome, Report};
-use super::source_id::{SourceId, times};
-use super::target::{self, State};
-use super::verify::{self, Proof, Verification};
+use super::source_id::{SourceId, Stamp};
+use super::target::{self, Outputs, State};
 
 /// How files are read and written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,7 +57,7 @@ pub struct RunOptions {
     /// Write only the shards of these layers (0-based) and those of no layer; the tree is finished by the run after
     /// which none is missing.
     pub layers: Option<Range<usize>>,
-    /// Shards in flight.
+    /// Shards in flight; 0: one for each core.
     pub jobs: usize,
     /// The most bytes of memory for buffers; fewer shards are in flight if it asks for that. The tables of tensor names
     /// come on top: 0.2 GB for the published model.
@@ -80,7 +79,7 @@ impl Default for RunOptions {
 pub enum Phase {
     /// Writing shards.
     Writing,
-    /// Comparing shards of an earlier run with a source whose files have other times now.
+    /// Comparing shards of an earlier run with the source: its files have other times now, or notes are lost.
     Checking,
     /// Verifying the finished tree.
     Verifying,
@@ -103,10 +102,21 @@ pub struct Progress {
 
 /// A source and what is to become of it.
 pub struct Repack<'a> {
-    source: &'a Checkpoint,
-    plan: Plan,
-    extras: Extras,
-    id: SourceId,
+    pub(super) source: &'a Checkpoint,
+    pub(super) plan: Plan,
+    pub(super) extras: Extras,
+    pub(super) id: SourceId,
+}
+
+/// What a run finds in its target, and what it does with it.
+pub(super) struct Division {
+    /// Shards that are complete.
+    pub(super) trusted: Vec<FileRecord>,
+    /// Shards that are there, but of which nothing is known, or only that they were right for a source that may have
+    /// changed.
+    pub(super) compare: Vec<Candidate>,
+    /// Shards to be made, by their positions in the plan.
+    pub(super) make: Vec<usize>,
 }
 
 impl<'a> Repack<'a> {
@@ -126,121 +136,102 @@ impl<'a> Repack<'a> {
         &self.plan
     }
 
+    /// What a user should hear of the source before the run.
+    pub fn notes(&self) -> &[String] {
+        &self.extras.notes
+    }
+
     /// What is read, written and free, and how long it may take at rates that are measured now, in about a second.
     /// Nothing is left on the disk.
     ///
     /// # Errors
-    /// As [`Repack::run`] before its first write, but for [`RepackError::NoSpace`].
+    /// As [`Repack::run`] before its first write, but for [`RepackError::NoSpace`]: see [`Estimate::fits`].
     pub fn estimate(&self, dir: &Path, options: &RunOptions) -> Result<Estimate, RepackError> {
-        let state = target::check(dir, self.source.dir())?;
+        let state = self.state(dir)?;
         let selected = self.selected(options)?;
-        let completed = match state {
-            State::Fresh => Vec::new(),
-            State::Begun => self.completed(dir, Journal::open(dir)?.records),
-            State::Finished => self.completed(dir, self.finished(dir)?),
+        let each = pipeline::bytes_in_flight(&self.plan);
+        let jobs = Self::jobs(options, each)?;
+        let mut estimate = Estimate {
+            jobs,
+            buffer_bytes: jobs as u64 * each,
+            free_bytes: target::free_bytes(dir)?,
+            ..Estimate::default()
         };
-        let todo = self.todo(&selected, &completed);
-        let jobs = self.jobs(options, pipeline::bytes_in_flight(&self.plan))?;
-        let direct = self.direct(dir, options.io)?;
-        estimate::measure(self.source, &self.plan, dir, &todo, completed.len(), jobs, direct)
+        if state == State::Finished
+            && let Some(whole) = self.whole(dir)?
+        {
+            // Nothing is asked of the place: it may be read-only, or full.
+            estimate.complete = whole.shards.len();
+            estimate.direct = Self::reads_directly(&[self.source.shards()], options.io)?;
+            return Ok(estimate);
+        }
+        let (records, times) = match state {
+            State::Fresh => (Vec::new(), None),
+            State::Finished | State::Lost => (self.earlier(dir)?, None),
+            State::Begun => {
+                let Journal { begun, records, .. } = Journal::open(dir)?;
+                match begun {
+                    Some(begun) => {
+                        self.check_begun(dir, &begun)?;
+                        (records, Some(begun.times))
+                    }
+                    None => (self.earlier(dir)?, None),
+                }
+            }
+        };
+        target::check_writable(dir)?;
+        let trusted =
+            times.is_some_and(|then| Stamp::of(self.source).is_ok_and(|now| Stamp::times(&now) == then));
+        let division = self.divide(dir, &selected, &records, trusted);
+        let sum = |positions: &mut dyn Iterator<Item = usize>, of: fn(&ShardPlan) -> u64| -> u64 {
+            positions.map(|i| of(&self.plan.shards[i])).sum()
+        };
+        let compared = || division.compare.iter().map(|candidate| candidate.shard);
+        let made = || division.make.iter().copied();
+        estimate.read_bytes = sum(&mut made(), |shard| shard.read_bytes)
+            + sum(&mut compared(), |shard| shard.read_bytes + shard.file_bytes);
+        estimate.write_bytes = sum(&mut made(), |shard| shard.file_bytes);
+        (estimate.shards, estimate.compared) = (division.make.len(), division.compare.len());
+        estimate.complete = division.trusted.len();
+        estimate.needed_bytes = self.needed(&division);
+        estimate.free_bytes += target::leftover_bytes(dir, &self.plan.shards);
+        estimate.direct = self.direct(dir, options.io)?;
+        if estimate.shards + estimate.compared > 0 {
+            estimate.measure(self.source, dir)?;
+        }
+        Ok(estimate)
     }
 
-    /// Writes what is not there yet of the tree `dir`, and finishes the tree if no shard is missing then.
+    /// Writes what is not there yet of the tree `dir`, and finishes the tree if no shard is missing then. A finished
+    /// tree is opened and, if asked for, verified; that needs no writing.
     ///
     /// # Errors
     /// Before the first write: a target that is the source, a link, another tree or in use; a source or recipe other
     /// than the one that the tree was begun with; too little space. Later: matrices that cannot be converted without
-    /// loss ([`RepackError::Refused`]), and everything that the system says. Complete shards stay, whatever the error.
+    /// loss ([`RepackError::Refused`]), a source that is written to meanwhile, and everything that the system says.
+    /// Complete shards stay, whatever the error. In the end: a tree that fails its verification
+    /// ([`RepackError::Differs`]) or does not open, which loses its index.
     pub fn run(
         &self,
         dir: &Path,
         options: &RunOptions,
         report: &mut dyn FnMut(Progress),
     ) -> Result<Outcome, RepackError> {
-        let state = target::check(dir, self.source.dir())?;
+        let state = self.state(dir)?;
         let selected = self.selected(options)?;
-        let jobs = self.jobs(options, pipeline::bytes_in_flight(&self.plan))?;
-        let mut outcome = Outcome {
-            report: None,
-            written: Vec::new(),
-            resumed: 0,
-            missing: Vec::new(),
-            bytes_read: 0,
-            bytes_written: 0,
-            proof: None,
-            notes: Vec::new(),
-        };
-        let mut earlier = Vec::new();
-        if state == State::Finished {
-            earlier = self.finished(dir)?;
-            let completed = self.completed(dir, earlier.clone());
-            if completed.len() == self.plan.shards.len() {
-                let whole = self.report(completed)?;
-                if finish::is_whole(dir, &whole)? {
-                    outcome.resumed = whole.shards.len();
-                    outcome.proof = self.verify(dir, &whole.shards, options, report)?;
-                    outcome.report = Some(whole);
-                    return Ok(outcome);
-                }
-            }
-            outcome
-                .notes
-                .push("parts of the finished tree are missing or damaged, and are made again".to_owned());
-        } else if state == State::Fresh {
-            self.check_space(dir, &selected, &[])?;
-            fs::create_dir_all(dir).map_err(RepackError::io("create", dir))?;
-        }
-        let direct = self.direct(dir, options.io)?;
-        let mut journal = Journal::open(dir)?;
-        let times = times(self.source)?;
-        let recipe = self.plan.recipe.to_string();
-        if let Some(begun) = journal.begun.clone() {
-            self.check_begun(dir, &begun)?;
-        } else {
-            // A finished tree does not say how old its source was: its shards are compared below.
-            let known = if earlier.is_empty() { times.clone() } else { Vec::new() };
-            journal.begin(Begun::new(recipe, self.id.clone(), known))?;
-            for record in self.completed(dir, earlier) {
-                journal.complete(record)?;
-            }
-        }
-        target::remove_leftovers(dir, &self.plan.shards)?;
-        // A tree with an index is whole, and this one is not, or not known to be.
-        match fs::remove_file(dir.join(INDEX_FILE)) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                return Err(RepackError::io("remove", &dir.join(INDEX_FILE))(e));
-            }
-            _ => {}
-        }
-        let completed = self.completed(dir, journal.records.clone());
-        if journal.begun.as_ref().is_some_and(|begun| begun.times != times) && !completed.is_empty() {
-            outcome.notes.push(format!(
-                "files of the source may be newer than the {} complete shards, so these were compared with it",
-                completed.len()
-            ));
-            self.check_completed(dir, &completed, options, direct, report)?;
-        }
-        let todo = self.todo(&selected, &completed);
-        self.check_space(dir, &todo, &completed)?;
-        outcome.resumed = completed.len();
-        let journal = self.write(dir, &todo, jobs, direct, journal, completed.len(), &mut outcome, report)?;
-        let completed = self.completed(dir, journal.records.clone());
-        let is_complete = |name: &str| completed.iter().any(|record| record.name == name);
-        let missing = self.plan.shards.iter().filter(|shard| !is_complete(&shard.name));
-        outcome.missing = missing.map(|shard| shard.name.clone()).collect();
-        if !outcome.missing.is_empty() {
-            return Ok(outcome);
-        }
-        let whole = self.report(completed)?;
-        finish::write(dir, &self.plan, &self.extras, &whole)?;
-        finish::open(dir, self.source)?;
-        journal.remove()?;
-        outcome.proof = self.verify(dir, &whole.shards, options, report)?;
-        outcome.report = Some(whole);
-        Ok(outcome)
+        let jobs = Self::jobs(options, pipeline::bytes_in_flight(&self.plan))?;
+        Call { repack: self, dir, options, selected, jobs, report, outcome: Outcome::default() }.run(state)
     }
 
-    fn report(&self, shards: Vec<FileRecord>) -> Result<Report, RepackError> {
+    fn outputs(&self) -> Outputs<'_> {
+        Outputs { plan: &self.plan, extras: &self.extras }
+    }
+
+    fn state(&self, dir: &Path) -> Result<State, RepackError> {
+        target::check(dir, self.source.dir(), &self.outputs())
+    }
+
+    pub(super) fn report(&self, shards: Vec<FileRecord>) -> Result<Report, RepackError> {
         finish::report(&self.plan, &self.id, shards, &self.extras)
     }
 
@@ -254,44 +245,87 @@ impl<'a> Repack<'a> {
         Ok(self.plan.selected(options.layers.as_ref()))
     }
 
-    fn todo(&self, selected: &[usize], completed: &[FileRecord]) -> Vec<usize> {
-        let is_complete = |i: &usize| completed.iter().any(|record| record.name == self.plan.shards[*i].name);
-        selected.iter().copied().filter(|i| !is_complete(i)).collect()
+    /// What is to be done where an earlier run left `records`; `trusted` if the source has not changed since.
+    pub(super) fn divide(
+        &self,
+        dir: &Path,
+        selected: &[usize],
+        records: &[FileRecord],
+        trusted: bool,
+    ) -> Division {
+        let complete = if trusted { self.completed(dir, records.to_vec()) } else { Vec::new() };
+        let mut division = Division { trusted: complete, compare: Vec::new(), make: Vec::new() };
+        for (i, shard) in self.plan.shards.iter().enumerate() {
+            let noted = |records: &[FileRecord]| records.iter().find(|r| r.name == shard.name).cloned();
+            if noted(&division.trusted).is_some() {
+                continue;
+            }
+            // A link may lead to another tree's file.
+            if fs::symlink_metadata(dir.join(&shard.name)).is_ok_and(|m| m.is_file()) {
+                division.compare.push(Candidate { shard: i, record: noted(records) });
+            } else if selected.contains(&i) {
+                division.make.push(i);
+            }
+        }
+        division
     }
 
-    /// Shards in flight within the budget.
-    #[allow(clippy::unused_self, reason = "a rule of the run")]
-    fn jobs(&self, options: &RunOptions, each: u64) -> Result<usize, RepackError> {
+    /// Shards in flight within the budget, if each takes `each` bytes.
+    pub(super) fn jobs(options: &RunOptions, each: u64) -> Result<usize, RepackError> {
         let fit = options.memory / each;
         if fit == 0 {
             return Err(RepackError::Budget { budget: options.memory, needed: each });
         }
-        Ok(options.jobs.clamp(1, fit as usize))
+        let jobs = match options.jobs {
+            0 => std::thread::available_parallelism().map_or(1, NonZero::get),
+            jobs => jobs,
+        };
+        Ok(jobs.min(fit as usize))
     }
 
     /// Whether files go past the page cache.
-    fn direct(&self, dir: &Path, mode: IoMode) -> Result<bool, RepackError> {
+    pub(super) fn direct(&self, dir: &Path, mode: IoMode) -> Result<bool, RepackError> {
+        let place = std::path::absolute(dir).map_err(RepackError::io("resolve", dir))?;
+        Self::choose(mode, || {
+            estimate::can_read_directly(self.source.shards())?;
+            estimate::can_write_directly(target::existing(&place))
+        })
+    }
+
+    /// Whether all these files are read past the page cache.
+    pub(super) fn reads_directly(files: &[&Shards], mode: IoMode) -> Result<bool, RepackError> {
+        Self::choose(mode, || files.iter().try_for_each(|files| estimate::can_read_directly(files)))
+    }
+
+    fn choose(
+        mode: IoMode,
+        possible: impl FnOnce() -> Result<(), (PathBuf, io::Error)>,
+    ) -> Result<bool, RepackError> {
         if mode == IoMode::Cached {
             return Ok(false);
         }
-        let place = std::path::absolute(dir).map_err(RepackError::io("resolve", dir))?;
-        let possible = estimate::can_read_directly(self.source)
-            .and_then(|()| estimate::can_write_directly(target::existing(&place)));
-        match possible {
+        match possible() {
             Ok(()) => Ok(true),
             Err(_) if mode == IoMode::Auto => Ok(false),
             Err((path, source)) => Err(RepackError::NoDirect { path, source }),
         }
     }
 
-    fn check_space(&self, dir: &Path, todo: &[usize], completed: &[FileRecord]) -> Result<(), RepackError> {
+    /// Bytes that must be free.
+    fn needed(&self, division: &Division) -> u64 {
         /// Index and header copies of the small files, with room to spare.
         const BESIDE: u64 = 1 << 20;
-        let shards: u64 = todo.iter().map(|&i| self.plan.shards[i].file_bytes).sum();
+        let Division { trusted, compare, make } = division;
+        let shards: u64 = make.iter().map(|&i| self.plan.shards[i].file_bytes).sum();
         let index: u64 = self.plan.shards.iter().map(|shard| shard.file_bytes - shard.data_bytes).sum();
-        let extras: u64 = self.extras.outputs.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-        let finishes = todo.len() + completed.len() == self.plan.shards.len();
-        let needed = shards + BESIDE + if finishes { index + extras } else { 0 };
+        let extras: u64 = self.extras.outputs.iter().map(|extra| extra.len).sum();
+        let finishes = make.len() + trusted.len() + compare.len() == self.plan.shards.len();
+        shards + BESIDE + if finishes { index + extras } else { 0 }
+    }
+
+    pub(super) fn check_space(&self, dir: &Path, division: &Division) -> Result<(), RepackError> {
+        target::check_writable(dir)?;
+        let needed = self.needed(division);
         let free = target::free_bytes(dir)? + target::leftover_bytes(dir, &self.plan.shards);
         if needed > free {
             return Err(RepackError::NoSpace { dir: dir.to_owned(), needed, free });
@@ -299,7 +333,7 @@ impl<'a> Repack<'a> {
         Ok(())
     }
 
-    fn check_begun(&self, dir: &Path, begun: &Begun) -> Result<(), RepackError> {
+    pub(super) fn check_begun(&self, dir: &Path, begun: &Begun) -> Result<(), RepackError> {
         let (found, wanted) = (&begun.recipe, self.plan.recipe.to_string());
         if *found != wanted {
             return Err(RepackError::OtherRecipe { dir: dir.to_owned(), found: found.clone(), wanted });
@@ -310,8 +344,29 @@ impl<'a> Repack<'a> {
         }
     }
 
-    /// What the report of a finished tree says of its shards, if the tree is one of this source and recipe.
-    fn finished(&self, dir: &Path) -> Result<Vec<FileRecord>, RepackError> {
+    /// The finished tree in `dir`, if all of it is there and everything but the data of the shards is as it should be.
+    pub(super) fn whole(&self, dir: &Path) -> Result<Option<Report>, RepackError> {
+        let Some(records) = self.finished(dir)? else { return Ok(None) };
+        let completed = self.completed(dir, records);
+        if completed.len() < self.plan.shards.len() {
+            return Ok(None);
+        }
+        let report = self.report(completed)?;
+        Ok(finish::is_whole(dir, &report)?.then_some(report))
+    }
+
+    /// What is known of the shards in `dir`, which has no journal that can be read: nothing, if the report is lost, too.
+    /// Then what is there must at least look like a part of this tree.
+    pub(super) fn earlier(&self, dir: &Path) -> Result<Vec<FileRecord>, RepackError> {
+        match self.finished(dir)? {
+            Some(records) => Ok(records),
+            None => self.outputs().check_own(dir).map(|()| Vec::new()),
+        }
+    }
+
+    /// What the report of a finished tree says of its shards, if the tree is one of this source and recipe. `None` if
+    /// there is no report, or it is damaged.
+    fn finished(&self, dir: &Path) -> Result<Option<Vec<FileRecord>>, RepackError> {
         #[derive(Deserialize)]
         struct Finished {
             recipe: String,
@@ -319,138 +374,26 @@ impl<'a> Repack<'a> {
             shards: Vec<FileRecord>,
         }
         let path = dir.join(REPORT_FILE);
-        let invalid =
-            |e: serde_json::Error| RepackError::Journal { path: path.clone(), message: e.to_string() };
-        let finished: Finished = serde_json::from_slice(&read_small(&path)?).map_err(invalid)?;
+        if !fs::symlink_metadata(&path).is_ok_and(|m| m.is_file()) {
+            return Ok(None);
+        }
+        let Ok(finished) = serde_json::from_slice::<Finished>(&read_small(&path)?) else { return Ok(None) };
         self.check_begun(dir, &Begun::new(finished.recipe, finished.source, Vec::new()))?;
-        Ok(finished.shards)
+        Ok(Some(finished.shards))
     }
 
     /// Those of `records` whose shards are there in full length with a good header, in the order of the plan.
-    fn completed(&self, dir: &Path, records: Vec<FileRecord>) -> Vec<FileRecord> {
+    pub(super) fn completed(&self, dir: &Path, records: Vec<FileRecord>) -> Vec<FileRecord> {
         let is_there = |record: &FileRecord| {
             // A link may lead to another tree's file.
             fs::symlink_metadata(dir.join(&record.name)).is_ok_and(|m| m.is_file())
                 && shard_file::open(dir, &record.name).is_ok_and(|(file, _)| file.len == record.len)
         };
-        let mut found: Vec<FileRecord> = records.into_iter().filter(is_there).collect();
-        found.retain(|record| self.plan.shards.iter().any(|shard| shard.name == record.name));
+        let is_planned = |record: &FileRecord| self.plan.shards.iter().any(|shard| shard.name == record.name);
+        let mut found: Vec<FileRecord> =
+            records.into_iter().filter(|record| is_planned(record) && is_there(record)).collect();
         found.sort_by(|a, b| a.name.cmp(&b.name));
+        found.dedup_by(|a, b| a.name == b.name);
         found
-    }
-
-    fn positions(&self, records: &[FileRecord]) -> Vec<usize> {
-        let has = |name: &str| records.iter().any(|record| record.name == name);
-        (0..self.plan.shards.len()).filter(|&i| has(&self.plan.shards[i].name)).collect()
-    }
-
-    /// Compares complete shards with a source that may have changed.
-    fn check_completed(
-        &self,
-        dir: &Path,
-        completed: &[FileRecord],
-        options: &RunOptions,
-        direct: bool,
-        report: &mut dyn FnMut(Progress),
-    ) -> Result<(), RepackError> {
-        let names: Vec<String> = completed.iter().map(|record| record.name.clone()).collect();
-        let result = Shards::open_files(dir, &names)?;
-        let verification = Verification { source: self.source, result: &result, plan: &self.plan, direct };
-        let which = self.positions(completed);
-        let jobs = self.jobs(options, verify::bytes_in_flight(&self.plan))?;
-        let mut shown = self.shown(Phase::Checking, &which, completed.len(), report);
-        match verification.compare(&which, jobs, &mut shown) {
-            Ok(_) => Ok(()),
-            Err(RepackError::Differs { file, what }) => {
-                let what = format!("{} was made from other weights, or is damaged: {what}", file.display());
-                Err(RepackError::SourceChanged { dir: dir.to_owned(), what })
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Turns numbers of bytes into progress of a phase that goes over the shards `which`.
-    fn shown<'r>(
-        &self,
-        phase: Phase,
-        which: &[usize],
-        shards_done: usize,
-        report: &'r mut dyn FnMut(Progress),
-    ) -> impl FnMut(u64) + use<'r> {
-        let bytes_total = which.iter().map(|&i| self.plan.shards[i].data_bytes).sum();
-        let shards = self.plan.shards.len();
-        let mut bytes_done = 0;
-        move |bytes| {
-            bytes_done += bytes;
-            report(Progress { phase, bytes_done, bytes_total, shards_done, shards });
-        }
-    }
-
-    #[allow(clippy::too_many_arguments, reason = "one call, to keep `run` readable")]
-    fn write(
-        &self,
-        dir: &Path,
-        todo: &[usize],
-        jobs: usize,
-        direct: bool,
-        journal: Journal,
-        mut shards_done: usize,
-        outcome: &mut Outcome,
-        report: &mut dyn FnMut(Progress),
-    ) -> Result<Journal, RepackError> {
-        let work = Work { source: self.source, plan: &self.plan, dir, direct, journal: Mutex::new(journal) };
-        let bytes_total = todo.iter().map(|&i| self.plan.shards[i].data_bytes).sum();
-        let (mut bytes_done, shards) = (0, self.plan.shards.len());
-        let written = work.run(todo, jobs, &mut |event| {
-            match event {
-                Event::Written(bytes) => bytes_done += bytes,
-                Event::Complete => shards_done += 1,
-            }
-            report(Progress { phase: Phase::Writing, bytes_done, bytes_total, shards_done, shards });
-        });
-        outcome.written = written.map_err(|error| self.explain(error, todo, bytes_done, shards_done))?;
-        outcome.bytes_written = outcome.written.iter().map(|record| record.len).sum();
-        outcome.bytes_read = todo.iter().map(|&i| self.plan.shards[i].read_bytes).sum();
-        Ok(work.journal.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner))
-    }
-
-    /// Says of a full disk what it means.
-    fn explain(&self, error: RepackError, todo: &[usize], done: u64, completed: usize) -> RepackError {
-        let full = |e: &io::Error| {
-            use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
-            matches!(e.kind(), StorageFull | QuotaExceeded | FileTooLarge)
-        };
-        let total: u64 = todo.iter().map(|&i| self.plan.shards[i].file_bytes).sum();
-        let (path, source) = match error {
-            RepackError::Shard(ShardError::Io { doing: "write", path, cause }) if full(&cause) => {
-                (path, cause)
-            }
-            RepackError::Io { doing: "write", path, source } if full(&source) => (path, source),
-            other => return other,
-        };
-        let (shards, needed) = (self.plan.shards.len(), total.saturating_sub(done));
-        RepackError::Full { path, completed, shards, needed, source }
-    }
-
-    fn verify(
-        &self,
-        dir: &Path,
-        records: &[FileRecord],
-        options: &RunOptions,
-        report: &mut dyn FnMut(Progress),
-    ) -> Result<Option<Proof>, RepackError> {
-        if options.verify == VerifyMode::None {
-            return Ok(None);
-        }
-        let result = Shards::open(dir)?;
-        let direct = self.direct(dir, options.io)?;
-        let verification = Verification { source: self.source, result: &result, plan: &self.plan, direct };
-        let which = self.positions(records);
-        let jobs = self.jobs(options, verify::bytes_in_flight(&self.plan))?;
-        let mut shown = self.shown(Phase::Verifying, &which, records.len(), report);
-        if options.verify == VerifyMode::Read {
-            return verification.hash(&which, records, jobs, &mut shown).map(Some);
-        }
-        verification.compare(&which, jobs, &mut shown).map(Some)
     }
 }

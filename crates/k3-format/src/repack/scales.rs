@@ -74,6 +74,11 @@ impl Census {
         self.live.iter().sum()
     }
 
+    /// Blocks whose scale is NaN, live or not.
+    pub(super) fn nan_blocks(&self) -> u64 {
+        self.live[NAN] + self.zero[NAN]
+    }
+
     /// Blocks of zeros.
     pub(super) fn zero_blocks(&self) -> u64 {
         self.zero.iter().sum()
@@ -106,14 +111,16 @@ pub(super) struct FirstMisfit {
     pub block: usize,
     /// Its E8M0 byte.
     pub e: u8,
-    /// How many there are.
+    /// Blocks that cannot be cast, other than those whose scale is NaN.
     pub count: u64,
+    /// Blocks whose scale is NaN.
+    pub nan: u64,
 }
 
 /// The first block of a matrix whose scale is NaN, if there is one.
 pub(super) fn first_nan(census: &Census, scales: &[u8]) -> Option<FirstMisfit> {
     let block = scales.iter().position(|&e| usize::from(e) == NAN)?;
-    Some(FirstMisfit { why: Misfit::Nan, block, e: 255, count: census.live[NAN] + census.zero[NAN] })
+    Some(FirstMisfit { why: Misfit::Nan, block, e: 255, count: 0, nan: census.nan_blocks() })
 }
 
 /// The cast of all exponents for one `m`.
@@ -143,17 +150,17 @@ impl Cast {
     pub(super) fn misfit(&self, census: &Census, scales: &[u8], live: &[u8]) -> Option<FirstMisfit> {
         assert_eq!(scales.len(), live.len());
         let bad = |live: usize, e: usize| self.table[live][e] == NONE;
-        let count = (0..256)
-            .map(|e| census.live[e] * u64::from(bad(1, e)) + census.zero[e] * u64::from(bad(0, e)))
-            .sum();
-        if count == 0 {
+        // Blocks of zeros fit unless they are NaN.
+        let count = (0..NAN).map(|e| census.live[e] * u64::from(bad(1, e))).sum();
+        let nan = census.nan_blocks();
+        if count + nan == 0 {
             return None;
         }
         let mut blocks = scales.iter().zip(live);
         let block = blocks.position(|(&e, &live)| bad(usize::from(live), usize::from(e)))?;
         let e = scales[block];
         let why = if usize::from(e) == NAN { Misfit::Nan } else { Misfit::OutOfWindow };
-        Some(FirstMisfit { why, block, e, count })
+        Some(FirstMisfit { why, block, e, count, nan })
     }
 
     /// The largest live block of a matrix, if the global scale is so large that our own reader takes it for one in
@@ -168,7 +175,7 @@ impl Cast {
         }
         let e = (census.range()?.1 + 127) as u8;
         let block = scales.iter().zip(live).position(|(&scale, &live)| live == 1 && scale == e)?;
-        Some(FirstMisfit { why: Misfit::GlobalScale, block, e, count: census.live[usize::from(e)] })
+        Some(FirstMisfit { why: Misfit::GlobalScale, block, e, count: census.live[usize::from(e)], nan: 0 })
     }
 
     /// Zero blocks whose exponent does not fit and is replaced by 1.0.

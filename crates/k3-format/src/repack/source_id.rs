@@ -6,10 +6,10 @@ use std::os::unix::fs::MetadataExt as _;
 use serde::{Deserialize, Serialize};
 
 use crate::Checkpoint;
-use crate::experts::ExpertLocation;
 
 use super::error::RepackError;
 use super::extras::Extras;
+use super::journal::Times;
 use super::report::hex;
 
 /// Bytes of an expert that count.
@@ -48,20 +48,11 @@ impl SourceId {
             len: file.len,
             blake3: hex(&file.header_hash),
         });
-        let mut files: Vec<SourceFile> = extras
-            .sources()
-            .map(|(name, bytes)| SourceFile {
-                name: name.to_owned(),
-                len: bytes.len() as u64,
-                blake3: blake3::hash(bytes).to_hex().to_string(),
-            })
-            .collect();
-        files.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(Self {
             checkpoint: source.identity().to_string(),
             experts: sample_experts(source)?,
             shards: shards.collect(),
-            files,
+            files: extras.sources.clone(),
         })
     }
 
@@ -100,11 +91,8 @@ fn sample_experts(source: &Checkpoint) -> Result<String, RepackError> {
     for layer in config.first_k_dense_replace..config.num_hidden_layers() {
         for expert in [0, last] {
             let layout = source.experts().layout();
-            // The nibbles of w2, and where they begin.
-            let (shard, begin) = match source.experts().location(layer, expert)? {
-                ExpertLocation::Run { shard, begin } => (shard, begin + layout.parts[2].start as u64),
-                ExpertLocation::Scattered(parts) => (parts[2].shard as usize, parts[2].begin),
-            };
+            // The nibbles of w2.
+            let (shard, begin) = source.experts().location(layer, expert)?.part(layout, 2);
             let len = layout.parts[2].len();
             let sample = &mut sample[..len.min(SAMPLE)];
             source.shards().read_range(shard, begin + ((len - sample.len()) / 2) as u64, sample)?;
@@ -114,12 +102,44 @@ fn sample_experts(source: &Checkpoint) -> Result<String, RepackError> {
     Ok(hasher.finalize().to_hex().to_string())
 }
 
-/// When the source's shards were last written, by name. A copy may have other times with the same contents, so times
-/// that differ are no reason to refuse, but one to look closely.
-pub(super) fn times(source: &Checkpoint) -> Result<Vec<(String, i64, i64)>, RepackError> {
-    let of = |file: &crate::ShardFile| {
-        let metadata = fs::metadata(&file.path).map_err(RepackError::io("look at", &file.path))?;
-        Ok((file.name.clone(), metadata.mtime(), metadata.mtime_nsec()))
-    };
-    source.shards().files().iter().map(of).collect()
+/// A shard of a source as the file system sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Stamp {
+    name: String,
+    id: (u64, u64),
+    len: u64,
+    time: (i64, i64),
+}
+
+impl Stamp {
+    /// Of every shard of `source`.
+    pub(super) fn of(source: &Checkpoint) -> Result<Vec<Self>, RepackError> {
+        let of = |file: &crate::ShardFile| {
+            let metadata = fs::metadata(&file.path).map_err(RepackError::io("look at", &file.path))?;
+            Ok(Self {
+                name: file.name.clone(),
+                id: (metadata.dev(), metadata.ino()),
+                len: metadata.len(),
+                time: (metadata.mtime(), metadata.mtime_nsec()),
+            })
+        };
+        source.shards().files().iter().map(of).collect()
+    }
+
+    /// When the shards were last written. A copy may have other times with the same contents, so times that differ are
+    /// no reason to refuse, but one to look closely.
+    pub(super) fn times(stamps: &[Self]) -> Times {
+        stamps.iter().map(|stamp| (stamp.name.clone(), stamp.time.0, stamp.time.1)).collect()
+    }
+
+    /// What happened to the files between two looks at them, if anything did.
+    pub(super) fn difference(then: &[Self], now: &[Self]) -> Option<String> {
+        then.iter().zip(now).find(|(then, now)| then != now).map(|(then, now)| {
+            if then.len == now.len {
+                format!("`{}` was written to or replaced", now.name)
+            } else {
+                format!("`{}` had {} bytes and has {}", now.name, then.len, now.len)
+            }
+        })
+    }
 }

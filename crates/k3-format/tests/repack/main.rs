@@ -1,16 +1,19 @@
 //! Repacking the fixtures: what comes out, what is refused, and that no history of interruptions shows.
 
 mod histories;
+mod recovery;
 mod refusals;
 #[allow(dead_code, reason = "shared with the tests of opening")]
 #[path = "../checkpoint/snapshot.rs"]
 mod snapshot;
 mod targets;
 mod trees;
+mod verification;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
 
 use k3_format::repack::{Outcome, Recipe, Repack, RepackError, RunOptions};
 use k3_format::{Checkpoint, OpenOptions};
@@ -66,6 +69,29 @@ pub(crate) fn run(
     let source = open(source);
     let repack = Repack::new(&source, recipe)?;
     repack.run(target, options, &mut |_| {})
+}
+
+/// Where the bytes of a tensor are: file, start, end.
+pub(crate) fn place(dir: &Path, name: &str) -> (PathBuf, usize, usize) {
+    let tree = open(dir);
+    let tensor = tree.shards().get(name).unwrap_or_else(|| panic!("{name}"));
+    let begin = tensor.begin as usize;
+    (dir.join(&tree.shards().files()[tensor.shard].name), begin, begin + tensor.byte_len() as usize)
+}
+
+/// Flips the lowest bit of some bytes of a file, in place.
+pub(crate) fn flip(path: &Path, places: impl IntoIterator<Item = usize>) {
+    let file = fs::File::options().read(true).write(true).open(path).expect("a file");
+    for at in places {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at as u64).expect("a byte");
+        file.write_all_at(&[byte[0] ^ 1], at as u64).expect("written");
+    }
+}
+
+/// Flips the lowest bit of the last byte of a file.
+pub(crate) fn flip_last(path: &Path) {
+    flip(path, [fs::metadata(path).expect("a file").len() as usize - 1]);
 }
 
 /// Names and contents of a folder.

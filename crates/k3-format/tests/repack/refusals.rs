@@ -1,6 +1,8 @@
 //! Blocks that cannot be converted, and those that only look so.
 
-use k3_format::repack::{ExpertTarget, Recipe, Refusal, Refusals, RepackError, RunOptions, VerifyMode};
+use k3_format::repack::{
+    ExpertTarget, Exponents, Recipe, Refusal, Refusals, RepackError, RunOptions, VerifyMode,
+};
 
 use super::Workshop;
 use super::snapshot::Snapshot;
@@ -45,7 +47,7 @@ fn every_misfit_is_named_and_the_rest_is_written() {
     let workshop = Workshop::new(&snapshot);
     let refusals = refused(&workshop, Recipe::default());
     assert_eq!(refusals.total, 2);
-    let Refusal { layer, expert, matrix, row, block, e, kmax, blocks, why } = &refusals.first[0];
+    let Refusal { layer, expert, matrix, row, block, e, kmax, blocks, why, .. } = &refusals.first[0];
     assert_eq!((*layer, *expert, *matrix, *row, *block, *e, *blocks), (1, 3, "w1", 50, 1, 60, 2));
     let kmax = kmax.expect("live blocks");
     assert!((-8..=0).contains(&kmax), "{kmax}");
@@ -68,10 +70,59 @@ fn every_misfit_is_named_and_the_rest_is_written() {
         assert!(!files.contains_key(absent), "{absent}");
     }
 
+    // Nor is there a part of them.
+    assert!(!files.keys().any(|name| name.ends_with(".partial")), "{:?}", files.keys());
+
     // As MXFP4 only NaN is refused.
     let other = Workshop::new(&snapshot);
     let refusals = refused(&other, Recipe::default().experts(ExpertTarget::Mxfp4));
     assert_eq!((refusals.total, refusals.first[0].e), (1, 255));
+    assert_eq!((refusals.nan, refusals.as_nvfp4_only()), (1, 0));
+}
+
+/// What is advised would help, and each reason is counted for itself.
+#[test]
+fn advice_and_counts() {
+    let (advice, damaged) = ("--experts mxfp4", "the source is damaged");
+    let check = |changes: &[(u8, usize)], recipe: Recipe, nan: usize, window: usize, wanted, unwanted| {
+        let mut snapshot = Snapshot::of("tiny-k31");
+        for &(e, expert) in changes {
+            set(&mut snapshot, (1, expert, "w1"), usize::from(e) % 5, e, false);
+        }
+        let refusals = refused(&Workshop::new(&snapshot), recipe);
+        let text = refusals.to_string();
+        assert_eq!((refusals.nan, refusals.as_nvfp4_only()), (nan, window), "{text}");
+        assert!(text.contains(wanted) && !text.contains(unwanted), "{text}");
+        text
+    };
+    let (nvfp4, mxfp4) = (Recipe::default(), Recipe::default().experts(ExpertTarget::Mxfp4));
+    check(&[(60, 3)], nvfp4, 0, 1, advice, damaged);
+    check(&[(255, 3)], nvfp4, 1, 0, damaged, advice);
+    check(&[(60, 3), (255, 4)], nvfp4, 1, 1, damaged, advice);
+    check(&[(60, 3), (255, 4)], mxfp4, 1, 0, damaged, advice);
+    // In one matrix: as MXFP4 it would be refused as well.
+    let text = check(&[(61, 3), (255, 3), (62, 3)], nvfp4, 1, 0, damaged, advice);
+    assert!(text.contains("2 block(s) that do not fit, 1 NaN"), "{text}");
+}
+
+/// What was read is told of every layer, also where something is refused.
+#[test]
+fn exponents_of_refused_and_of_partial_runs() {
+    let mut snapshot = Snapshot::of("tiny-k31");
+    set(&mut snapshot, (4, 15, "w2"), 1, 255, false);
+    set(&mut snapshot, (6, 2, "w2"), 1, 20, false);
+    let workshop = Workshop::new(&snapshot);
+    let mut options = RunOptions::default();
+    options.layers = Some(0..3);
+    let outcome = workshop.run("tree", Recipe::default(), &options).unwrap_or_else(|e| panic!("{e}"));
+    let layers = |exponents: &[Exponents]| exponents.iter().filter_map(|e| e.layer).collect::<Vec<_>>();
+    assert_eq!(layers(&outcome.exponents), [1, 2]);
+    // Layers 1 and 2 are of the run before.
+    let refusals = refused(&workshop, Recipe::default());
+    assert_eq!(layers(&refusals.exponents), (1..13).collect::<Vec<_>>());
+    let of = |layer: usize| refusals.exponents.iter().find(|e| e.layer == Some(layer)).expect("a layer");
+    assert_eq!(of(4).histogram[&255], 1);
+    assert_eq!((of(6).histogram[&20], of(6).kmin), (1, Some(20 - 127)));
 }
 
 /// Gate and up share a scale, so a block of one may lie too far below the other's.
@@ -89,7 +140,7 @@ fn gate_and_up_are_judged_together() {
     options.verify = VerifyMode::Full;
     let outcome = workshop.tree("tree", Recipe::default(), &options);
     let report = outcome.report.expect("a report");
-    let layer = report.shards.iter().filter_map(|s| s.exponents.as_ref()).find(|l| l.layer == 2);
+    let layer = report.shards.iter().filter_map(|s| s.exponents.as_ref()).find(|l| l.layer == Some(2));
     let layer = layer.expect("layer 2");
     assert_eq!((layer.widest, layer.kmin), (Some(17), Some(90 - 127)));
     let tree = super::open(&workshop.out.path().join("tree"));

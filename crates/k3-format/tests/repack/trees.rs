@@ -1,13 +1,15 @@
 //! What a repacked tree holds.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 
 use k3_format::names::Names;
-use k3_format::repack::{ExpertTarget, IoMode, Naming, Recipe, RunOptions, VerifyMode};
+use k3_format::repack::{ExpertTarget, IoMode, Naming, Recipe, Repack, RepackError, RunOptions, VerifyMode};
 use k3_format::{Checkpoint, ExpertFormat, ExpertLocation, ModelConfig};
 use serde_json::Value;
 
-use super::{Workshop, open, same};
+use super::{Workshop, flip, open, same};
 
 fn values(matrix: &k3_quant::Matrix) -> Vec<u32> {
     let mut out = vec![0.0; matrix.rows() * matrix.cols()];
@@ -191,6 +193,8 @@ fn configs() {
     assert_eq!(quantization["quantized_layers"].as_object().expect("an object").len(), 12 * 6);
     let file: Value = serde_json::from_slice(&workshop.files("mo")["hf_quant_config.json"]).expect("JSON");
     assert_eq!(file["quantization"], *quantization);
+    // No release, no time, no machine.
+    assert_eq!(file["producer"], serde_json::json!({ "name": "k3" }));
 
     workshop.tree("mx", Recipe::default().experts(ExpertTarget::Mxfp4), &RunOptions::default());
     let mx = config(&workshop, "mx");
@@ -232,15 +236,46 @@ fn vision_and_files_beside_the_shards() {
     same_weights(&open(workshop.source.path()), &open(&workshop.out.path().join("text")));
 }
 
+/// Files of any size are copied, and names that no report can hold are named.
+#[test]
+fn odd_files_beside_the_shards() {
+    let workshop = Workshop::of("tiny-k31");
+    let put = |name: &[u8], len: u64| {
+        let path = workshop.source.path().join(OsStr::from_bytes(name));
+        fs::File::create(path).and_then(|file| file.set_len(len)).expect("written");
+    };
+    let large = (64 << 20) + 3;
+    put(b"merges.txt", large);
+    put(b"README-\xff.md", 5);
+    put(b"bell\x07.txt", 5);
+    let source = open(workshop.source.path());
+    let repack = Repack::new(&source, Recipe::default()).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(repack.notes().len(), 1);
+    assert!(repack.notes()[0].contains("`README-\u{fffd}.md`"), "{:?}", repack.notes());
+    let outcome = workshop.tree("tree", Recipe::default(), &RunOptions::default());
+    let report = outcome.report.expect("a report");
+    assert_eq!(report.left_out.files, ["README-\u{fffd}.md", "bell\\u{7}.txt"]);
+    let files = workshop.files("tree");
+    assert!(files["merges.txt"].len() as u64 == large && files["merges.txt"].iter().all(|&byte| byte == 0));
+    assert!(!files.keys().any(|name| name.starts_with("README") || name.starts_with("bell")));
+    // As large as it is, it is a part of what tells the source from another.
+    flip(&workshop.source.path().join("merges.txt"), [large as usize - 1]);
+    match workshop.run("tree", Recipe::default(), &RunOptions::default()) {
+        Err(error @ RepackError::SourceChanged { .. }) => assert!(error.to_string().contains("`merges.txt`")),
+        other => panic!("{:?}", other.map(|o| o.notes)),
+    }
+}
+
 /// Threads, the way of reading and the layout of the source change nothing.
 #[test]
 fn the_same_bytes_whatever_the_way() {
     let workshop = Workshop::of("tiny-k31");
     workshop.tree("first", Recipe::default(), &RunOptions::default());
     let first = workshop.files("first");
-    for (i, (jobs, io)) in [(1, IoMode::Cached), (3, IoMode::Cached), (1, IoMode::Auto), (7, IoMode::Auto)]
-        .into_iter()
-        .enumerate()
+    for (i, (jobs, io)) in
+        [(1, IoMode::Cached), (3, IoMode::Cached), (1, IoMode::Auto), (7, IoMode::Auto), (0, IoMode::Auto)]
+            .into_iter()
+            .enumerate()
     {
         let mut options = RunOptions::default();
         (options.jobs, options.io) = (jobs, io);

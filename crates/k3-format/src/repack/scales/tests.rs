@@ -57,10 +57,10 @@ fn check(blocks: &[(u8, bool)], m: i32, bytes: &[u8]) {
 }
 
 #[track_caller]
-fn refused(blocks: &[(u8, bool)], why: Misfit, block: usize, count: u64) {
+fn refused(blocks: &[(u8, bool)], why: Misfit, block: usize, count: u64, nan: u64) {
     let row = row(blocks);
     let (_, results) = cast(&[&row]);
-    let misfit = FirstMisfit { why, block, e: blocks[block].0, count };
+    let misfit = FirstMisfit { why, block, e: blocks[block].0, count, nan };
     assert_eq!(results, [Err(misfit)], "{blocks:?}");
 }
 
@@ -87,8 +87,8 @@ fn gate_and_up_share_a_scale() {
 #[test]
 fn window() {
     check(&[(122, true), (105, true)], -13, &[0x78, 0x01]);
-    refused(&[(122, true), (104, true)], Misfit::OutOfWindow, 1, 1);
-    refused(&[(104, true), (122, true), (103, true)], Misfit::OutOfWindow, 0, 2);
+    refused(&[(122, true), (104, true)], Misfit::OutOfWindow, 1, 1, 0);
+    refused(&[(104, true), (122, true), (103, true)], Misfit::OutOfWindow, 0, 2, 0);
     for zero in [100, 0, 104, 123, 254] {
         check(&[(122, true), (zero, false)], -13, &[0x78, 0x38]);
     }
@@ -127,16 +127,19 @@ fn zero_blocks_with_every_exponent() {
 
 #[test]
 fn nan_is_refused_wherever_it_is() {
-    refused(&[(122, true), (255, true)], Misfit::Nan, 1, 1);
-    refused(&[(122, true), (255, false)], Misfit::Nan, 1, 1);
-    refused(&[(255, false)], Misfit::Nan, 0, 1);
+    refused(&[(122, true), (255, true)], Misfit::Nan, 1, 0, 1);
+    refused(&[(122, true), (255, false)], Misfit::Nan, 1, 0, 1);
+    refused(&[(255, false)], Misfit::Nan, 0, 0, 1);
+    // Each is counted for itself, whichever comes first.
+    refused(&[(255, true), (122, true), (100, true), (255, false)], Misfit::Nan, 0, 1, 2);
+    refused(&[(100, true), (122, true), (101, true), (255, false)], Misfit::OutOfWindow, 0, 2, 1);
 }
 
 /// An exponent is an exponent, 0 included, also where `2^(kmax - 8)` would not be a normal number.
 #[test]
 fn the_smallest_exponents() {
     check(&[(17, true), (0, true)], -118, &[0x78, 0x01]);
-    refused(&[(18, true), (0, true)], Misfit::OutOfWindow, 1, 1);
+    refused(&[(18, true), (0, true)], Misfit::OutOfWindow, 1, 1, 0);
     check(&[(9, true)], -126, &[0x78]);
     check(&[(8, true), (0, true)], -126, &[0x70, 0x30]);
     check(&[(0, true)], -126, &[0x30]);
@@ -153,7 +156,7 @@ fn the_largest_exponents() {
     check(&[(254, true), (237, true)], 119, &[0x78, 0x01]);
     assert_eq!(too_large(&[(141, true), (254, false)]), None);
     let why = Misfit::GlobalScale;
-    let first = |block, e, count| Some(FirstMisfit { why, block, e, count });
+    let first = |block, e, count| Some(FirstMisfit { why, block, e, count, nan: 0 });
     assert_eq!(too_large(&[(140, true), (142, true), (142, true)]), first(1, 142, 2));
     assert_eq!(too_large(&[(254, true)]), first(0, 254, 1));
 }
