@@ -13,6 +13,8 @@ use std::fmt;
 use k3_quant::Matrix;
 
 mod mapped;
+pub mod memory;
+pub mod plan;
 pub mod policy;
 mod retire;
 pub mod simulate;
