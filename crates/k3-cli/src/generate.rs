@@ -119,8 +119,8 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
         }
         Task::Plain(tokenizer, ids) => complete(args, &engine, &ids, tokenizer.as_ref(), &generate),
     }?;
-    if let Some(plan) = snapshot.plan().filter(|_| args.stats) {
-        tell_memory(plan);
+    if let Some(opened) = snapshot.opened().filter(|_| args.stats) {
+        tell_memory(&opened.plan, opened.before);
     }
     Ok(())
 }

@@ -171,9 +171,9 @@ impl Snapshot {
 }
 
 impl Snapshot {
-    /// The memory plan of what was loaded.
-    pub(crate) fn plan(&self) -> Option<&k3_experts::plan::MemoryPlan> {
-        self.opened.get().map(|opened| &opened.plan)
+    /// The store of what was loaded, and the memory plan.
+    pub(crate) fn opened(&self) -> Option<&Opened> {
+        self.opened.get()
     }
 }
 

@@ -19,10 +19,12 @@ pub(crate) fn tell_run<D: Device>(engine: &Engine<D>, clock: &Clock, prompt: usi
     table(&store.counters(), &store.drives(), &mut |label, text| line(label, format_args!("{text}")));
 }
 
-/// What was planned, and what it came to.
-pub(crate) fn tell_memory(plan: &MemoryPlan) {
+/// What was planned beside the `before` bytes that the program had then, and what it came to.
+pub(crate) fn tell_memory(plan: &MemoryPlan, before: Option<u64>) {
     let peak = peak_rss().map_or_else(|| "not known here".to_owned(), gigabytes);
-    line("peak memory", format_args!("{peak}, planned {}", gigabytes(plan.total())));
+    let planned = before.unwrap_or(0).saturating_add(plan.total());
+    let before = gigabytes(before.unwrap_or(0));
+    line("peak memory", format_args!("{peak}, planned {} with {before} of the program", gigabytes(planned)));
     tell(format_args!("{plan}"));
 }
 

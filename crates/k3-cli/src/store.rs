@@ -8,7 +8,7 @@ use std::time::SystemTime;
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use k3_experts::backend::{Backend, OpenedStore, StoreOptions, open_store};
-use k3_experts::memory::Machine;
+use k3_experts::memory::{Machine, rss};
 pub(crate) use k3_experts::plan::parse_bytes;
 use k3_experts::plan::{MemoryPlan, Needs, gigabytes};
 use k3_experts::slab::{Direct, slot_bytes};
@@ -75,6 +75,8 @@ impl FromStr for Budget {
 pub(crate) struct Opened {
     opened: OpenedStore,
     pub(crate) plan: MemoryPlan,
+    /// Bytes that the program had when the plan was made.
+    pub(crate) before: Option<u64>,
     /// Dropped at the end of a run, which writes it.
     usage: Option<UsageFile>,
 }
@@ -88,6 +90,7 @@ impl StoreArgs {
             StoreName::Direct => Some(Backend::Direct),
             StoreName::Buffered => Some(Backend::Buffered),
         };
+        let before = rss();
         let plan = self.plan(checkpoint, needs);
         if plan.missing > 0 {
             let missing = gigabytes(plan.missing);
@@ -114,13 +117,12 @@ impl StoreArgs {
         let mut options = StoreOptions { backend, slab, ..StoreOptions::default() };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         options.probe.seed = now.map_or(0, |now| now.as_nanos() as u64);
-        let opened = open_store(checkpoint, &plan, options)
-            .with_context(|| match backend {
-                Some(Backend::Direct) => "reading past the page cache; try --store buffered".to_owned(),
-                _ => format!("opening the experts of {}", checkpoint.dir().display()),
-            })?;
+        let opened = open_store(checkpoint, &plan, options).with_context(|| match backend {
+            Some(Backend::Direct) => "reading past the page cache; try --store buffered".to_owned(),
+            _ => format!("opening the experts of {}", checkpoint.dir().display()),
+        })?;
         let usage = opened.slab.as_ref().and_then(|store| self.usage_file(checkpoint, store, &plan));
-        Ok(Opened { opened, plan, usage })
+        Ok(Opened { opened, plan, before, usage })
     }
 
     fn plan(&self, checkpoint: &Checkpoint, needs: Needs) -> MemoryPlan {

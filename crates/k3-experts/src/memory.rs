@@ -71,6 +71,11 @@ pub fn peak_rss() -> Option<u64> {
     field(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
 }
 
+/// The memory that this process has now, where the system tells.
+pub fn rss() -> Option<u64> {
+    field(&fs::read_to_string("/proc/self/status").ok()?, "VmRSS:")
+}
+
 /// Total and available bytes of `/proc/meminfo`.
 fn meminfo(text: &str) -> Option<(u64, u64)> {
     let total = field(text, "MemTotal:")?;

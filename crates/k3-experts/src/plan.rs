@@ -54,8 +54,8 @@ impl ExpertSizes {
 const MOVING: u64 = 64;
 /// Share of the room that is left to what nobody counts: the program, the allocator, threads, other programs.
 const RESERVE_SHARE: u64 = 20;
-/// Bytes of that, at most.
-const MOST_RESERVE: u64 = 4 << 30;
+/// Bytes of that, at least and at most.
+const RESERVE: std::ops::RangeInclusive<u64> = 4 << 20..=4 << 30;
 
 /// Who gets how much.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,7 +84,7 @@ impl MemoryPlan {
     /// as much.
     pub fn new(machine: &Machine, needs: Needs, sizes: ExpertSizes, asked: Option<u64>) -> Self {
         let (room, bound_by) = machine.room();
-        let reserve = (room / RESERVE_SHARE).min(MOST_RESERVE);
+        let reserve = (room / RESERVE_SHARE).clamp(*RESERVE.start(), *RESERVE.end());
         let first = needs.total().saturating_add(reserve);
         let left = room.saturating_sub(first);
         let most = sizes.all().saturating_add(MOVING * sizes.slot_bytes);
@@ -94,7 +94,7 @@ impl MemoryPlan {
         Self { room, bound_by, needs, reserve, experts, asked, sizes, missing }
     }
 
-    /// Bytes of everything but the reserve: what a run takes at its peak.
+    /// Bytes of everything but the reserve: what a run takes at its peak, beside what it had when the plan was made.
     pub fn total(&self) -> u64 {
         self.needs.total().saturating_add(self.experts)
     }
