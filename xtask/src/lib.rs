@@ -8,6 +8,7 @@ pub mod expect;
 pub mod nano;
 mod open;
 mod output;
+pub mod plan;
 mod progress;
 mod prompt;
 pub mod repack;

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench, drift, is_closed_pipe, nano, repack, selfcheck, simulate, synth, trace};
+use xtask::{bench, drift, is_closed_pipe, nano, plan, repack, selfcheck, simulate, synth, trace};
 
 /// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
 #[derive(Parser)]
@@ -28,6 +28,7 @@ enum Command {
     Nano(nano::Args),
     /// Say how far a checkpoint's logits are from those of another
     Drift(drift::Args),
+    Plan(plan::Args),
     /// Convert a checkpoint once, without loss: NVFP4 or MXFP4 experts in id order, page-aligned
     Repack(repack::Args),
     /// Check that this engine computes what it should, on the fixtures or on a checkpoint
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Nano(args) => nano::run(&args),
         Command::Drift(args) => drift::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Repack(args) => repack::run(&args),
         Command::Selfcheck(args) => selfcheck::run(&args),
         Command::Simulate(args) => simulate::run(&args),

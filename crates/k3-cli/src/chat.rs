@@ -64,6 +64,9 @@ enum Switch {
     Off,
 }
 
+/// Tokens of a conversation that memory is planned for; it may go on beyond them.
+const CONTEXT: usize = 32_768;
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum EffortName {
     /// Little
@@ -111,7 +114,7 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     let tokenizer = snapshot.tokenizer()?;
     let sampling = args.model.sampling(&snapshot);
     Sampler::new(sampling.clone(), Vec::new())?;
-    let engine = snapshot.load(device, &sampling, args.model.max_tokens)?;
+    let engine = snapshot.load(device, &sampling, args.model.max_tokens, CONTEXT + args.model.max_tokens)?;
     let chatter = Chatter::new(&engine, tokenizer)?;
 
     let names: Vec<&str> = request.tools.iter().map(name_of).collect();

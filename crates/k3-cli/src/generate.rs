@@ -19,6 +19,7 @@ use crate::parse::reply_json;
 use crate::prompt::{read, refused};
 use crate::request::apply;
 use crate::show::{Show, Style};
+use crate::stats::{tell_memory, tell_run};
 
 /// Generate a reply
 ///
@@ -49,6 +50,12 @@ pub(crate) struct Args {
     /// Go on past end tokens, for benchmarks
     #[arg(long)]
     ignore_eos: bool,
+    /// Where memory, bytes and time went, in a table at the end
+    #[arg(long)]
+    stats: bool,
+    /// Write what was read and waited for, and when, for chrome://tracing or ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
 }
@@ -118,13 +125,18 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     check_tokens(config, ids, 0).context("the prompt cannot be run")?;
     Sampler::new(generate.sampling.clone(), Vec::new())?;
 
-    let engine = snapshot.load(device, &generate.sampling, generate.max_tokens)?;
+    let context = ids.len() + generate.max_tokens;
+    let engine = snapshot.load(device, &generate.sampling, generate.max_tokens, context)?;
     match task {
         Task::Chat(tokenizer, ids, channel) => {
             chat(args, &Chatter::new(&engine, tokenizer)?, &engine, &ids, channel, &generate)
         }
-        Task::Plain(tokenizer, ids) => complete(&engine, &ids, tokenizer.as_ref(), &generate),
+        Task::Plain(tokenizer, ids) => complete(args, &engine, &ids, tokenizer.as_ref(), &generate),
+    }?;
+    if let Some(opened) = snapshot.opened().filter(|_| args.stats) {
+        tell_memory(&opened.plan, opened.before);
     }
+    Ok(())
 }
 
 /// The chat request, and its JSON for the fields that are not the encoder's.
@@ -197,12 +209,16 @@ fn chat<D: Device>(
         tell(format_args!("repaired in the reply: {}\n", names.join(", ")));
     }
     clock.report(engine, usage.prompt_tokens, usage.completion_tokens);
+    if args.stats {
+        tell_run(engine, &clock, usage.prompt_tokens, usage.completion_tokens);
+    }
     tell(format_args!("logits_hash {logits_hash}\n"));
     out.finish().context("writing the reply to stdout")
 }
 
 /// Text or ids, continued without a conversation.
 fn complete<D: Device>(
+    args: &Args,
     engine: &Engine<D>,
     ids: &[u32],
     tokenizer: Option<&Tokenizer>,
@@ -245,6 +261,9 @@ fn complete<D: Device>(
         tokens.len()
     ));
     clock.report(engine, ids.len(), tokens.len());
+    if args.stats {
+        tell_run(engine, &clock, ids.len(), tokens.len());
+    }
     tell(format_args!("logits_hash {logits_hash}\n"));
     out.finish().context("writing the reply to stdout")
 }

@@ -5,8 +5,10 @@ use std::io::{Write as _, stdout};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use k3_experts::plan::gigabytes as bytes;
 use k3_format::names::IndexerNames;
 use k3_format::{AttentionKind, Checkpoint, ModelConfig, OpenOptions, Variant};
+use k3_runner::memory::state_bytes;
 
 /// Show what a snapshot is: variant and its evidence, layer map, sizes, formats
 ///
@@ -179,24 +181,6 @@ fn ranges(numbers: &[usize]) -> String {
     let run =
         |(a, b): &(usize, usize)| if a == b { format!("{}", a + 1) } else { format!("{}-{}", a + 1, b + 1) };
     runs.iter().map(run).collect::<Vec<_>>().join(" ")
-}
-
-/// Bytes of a sequence's state on the CPU device: fixed, and for each token.
-fn state_bytes(c: &ModelConfig) -> (u64, u64) {
-    let kda_layers = c.layers.iter().filter(|k| **k == AttentionKind::Kda).count();
-    let p = c.kda.projection_size();
-    let kda = p * c.kda.head_dim + 3 * (c.kda.short_conv_kernel_size - 1) * p;
-    let mla = c.mla.kv_lora_rank + c.mla.qk_rope_head_dim + c.indexer.as_ref().map_or(0, |i| i.head_dim);
-    ((4 * kda_layers * kda) as u64, (4 * (c.num_hidden_layers() - kda_layers) * mla) as u64)
-}
-
-/// In decimal units, as drives are sold.
-fn bytes(n: u64) -> String {
-    let units = [("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)];
-    match units.iter().find(|(_, size)| n as f64 >= *size) {
-        Some((unit, size)) => format!("{:.2} {unit}", n as f64 / size),
-        None => format!("{n} bytes"),
-    }
 }
 
 #[cfg(test)]

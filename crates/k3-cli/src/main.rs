@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod chat;
+mod chrome;
 mod clock;
 mod generate;
 mod inspect;
@@ -12,13 +13,19 @@ mod parse;
 mod prompt;
 mod request;
 mod show;
+mod stats;
 mod store;
 mod text;
 mod tokens;
 
+use std::path::Path;
 use std::process::ExitCode;
 
+use anyhow::Result;
 use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 /// Runs Kimi K3 and Kimi K3.1 Pro checkpoints on one machine
 #[derive(Parser)]
@@ -40,17 +47,12 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "error".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    let result = match Cli::parse().command {
-        Command::Inspect(args) => inspect::run(&args),
-        Command::Chat(args) => chat::run(&args),
-        Command::Generate(args) => generate::run(&args),
-        Command::Tokenize(args) => tokens::tokenize(&args),
-        Command::Detokenize(args) => tokens::detokenize(&args),
-        Command::Prompt(args) => prompt::run(&args),
-        Command::Parse(args) => parse::run(&args),
+    let command = Cli::parse().command;
+    let trace = match &command {
+        Command::Generate(args) => args.trace.as_deref(),
+        _ => None,
     };
+    let result = log(trace).and_then(|_guard| run(&command));
     match result {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of a pipe has seen enough.
@@ -59,6 +61,28 @@ fn main() -> ExitCode {
             output::tell(format_args!("error: {error:#}\n"));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// What the engine logs goes to stderr, as far as `RUST_LOG` asks for it, and its spans into a trace.
+fn log(trace: Option<&Path>) -> Result<Option<chrome::Guard>> {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| "error".into());
+    let text = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(filter);
+    let (spans, guard) = trace.map(chrome::ChromeTrace::create).transpose()?.unzip();
+    let spans = spans.map(|spans| spans.with_filter(chrome::filter()));
+    tracing_subscriber::registry().with(text).with(spans).init();
+    Ok(guard)
+}
+
+fn run(command: &Command) -> Result<()> {
+    match command {
+        Command::Inspect(args) => inspect::run(args),
+        Command::Chat(args) => chat::run(args),
+        Command::Generate(args) => generate::run(args),
+        Command::Tokenize(args) => tokens::tokenize(args),
+        Command::Detokenize(args) => tokens::detokenize(args),
+        Command::Prompt(args) => prompt::run(args),
+        Command::Parse(args) => parse::run(args),
     }
 }
 

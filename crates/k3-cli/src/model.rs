@@ -1,5 +1,6 @@
 //! Which model runs, and how: what `k3 generate` and `k3 chat` share.
 
+use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -7,12 +8,13 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 use k3_format::{Checkpoint, GenerationConfig};
 use k3_graph::{Device, ModelOptions};
+use k3_runner::memory::needs;
 use k3_runner::{Engine, EngineOptions, OpenProgress, Sampling, check_vocabulary};
 use k3_tokenizer::Tokenizer;
 
 use crate::clock::Clock;
 use crate::output::tell;
-use crate::store::StoreArgs;
+use crate::store::{Opened, StoreArgs};
 
 /// Headings in the help.
 const SAMPLING: &str = "Sampling";
@@ -89,6 +91,8 @@ pub(crate) struct Snapshot {
     tokenizer: PathBuf,
     options: EngineOptions,
     store: StoreArgs,
+    /// Once it is loaded. At the end of the run it notes which experts were used.
+    opened: OnceCell<Opened>,
 }
 
 impl ModelArgs {
@@ -109,7 +113,8 @@ impl ModelArgs {
             ));
         }
         let tokenizer = self.tokenizer.clone().unwrap_or(dir);
-        Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options, store: self.store.clone() })
+        let (store, opened) = (self.store.clone(), OnceCell::new());
+        Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options, store, opened })
     }
 
     /// The checkpoint's values where the flags are silent, the vendor's recommendation where both are. The
@@ -138,17 +143,23 @@ impl Snapshot {
         Ok(tokenizer)
     }
 
-    /// Loads the weights, with progress, and says what runs.
+    /// Loads the weights, with progress, and says what runs. Memory is planned for a sequence of `context` tokens.
     pub(crate) fn load<D: Device>(
         &self,
         device: D,
         sampling: &Sampling,
         max_tokens: usize,
+        context: usize,
     ) -> Result<Engine<D>> {
         for warning in self.checkpoint.warnings() {
             tell(format_args!("note: {warning}\n"));
         }
-        let (store, experts) = self.store.open(&self.checkpoint)?;
+        let config = self.checkpoint.config();
+        let context = context.min(config.max_position_embeddings) as u64;
+        let rows = self.options.chunk_tokens.min(context as usize);
+        let needs = needs(config, self.checkpoint.resident_bytes(), 1, context, rows);
+        let opened = self.store.open(&self.checkpoint, needs)?;
+        let store = opened.store();
         let mut clock = Clock::new();
         let engine =
             Engine::with_store(self.checkpoint.clone(), store, device, &self.options, &mut |progress| {
@@ -157,7 +168,10 @@ impl Snapshot {
                 }
             })?;
         clock.clear();
-        tell(format_args!("{experts}\n"));
+        tell(format_args!("experts: {}\n", opened.description()));
+        opened.warm();
+        // Set once: a snapshot is loaded once.
+        let _ = self.opened.set(opened);
         tell(format_args!(
             "{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {max_tokens} tokens\n",
             self.checkpoint.variant(),
@@ -169,6 +183,13 @@ impl Snapshot {
             sampling.seed,
         ));
         Ok(engine)
+    }
+}
+
+impl Snapshot {
+    /// The store of what was loaded, and the memory plan.
+    pub(crate) fn opened(&self) -> Option<&Opened> {
+        self.opened.get()
     }
 }
 

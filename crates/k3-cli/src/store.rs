@@ -1,26 +1,52 @@
-//! Which expert store, and how large.
+//! Which expert store, how large, and what it remembers of earlier runs.
 
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
+use std::time::SystemTime;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
-use k3_experts::slab::{Buffered, Direct, Reader};
-use k3_experts::{ExpertStore, MappedStore, SlabOptions, SlabStore};
+use k3_experts::backend::{Backend, OpenedStore, StoreOptions, open_store};
+use k3_experts::memory::{Machine, rss};
+pub(crate) use k3_experts::plan::parse_bytes;
+use k3_experts::plan::{MemoryPlan, Needs, gigabytes};
+use k3_experts::slab::{Direct, slot_bytes};
+use k3_experts::usage::Usage;
+use k3_experts::{ExpertStore, SlabOptions, SlabStore};
 use k3_format::Checkpoint;
+use k3_runner::memory::expert_sizes;
+
+use crate::output::tell;
+
+/// Bytes for experts on a machine that does not say what memory it has.
+const UNKNOWN_MACHINE: u64 = 8 << 30;
 
 /// Options of the expert store.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct StoreArgs {
-    /// How routed experts are read; no result depends on it
-    #[arg(long, value_enum, default_value_t = StoreName::Mapped)]
+    /// How routed experts are read; no result depends on it. `auto` takes what a second of reading shows to be fastest,
+    /// or the page cache where it holds everything
+    #[arg(long, value_enum, default_value_t = StoreName::Auto)]
     store: StoreName,
-    /// Bytes of memory for experts, as in 8GiB or 20GB; not for the mapped store, where the system decides
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "8GiB")]
-    expert_budget: u64,
+    /// Bytes of memory for experts, as in 8GiB or 20GB. `auto` takes what the weights, the sequence and the computation
+    /// leave of the machine's memory and of the limits that are set. Not for the mapped store, where the system decides
+    #[arg(long, value_name = "BYTES", default_value = "auto")]
+    expert_budget: Budget,
+    /// Reads in flight on each drive; for direct and buffered stores
+    #[arg(long, value_name = "READS", default_value_t = SlabOptions::default().reads_in_flight,
+          value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=256))]
+    reads_in_flight: usize,
+    /// Which experts were used, of all runs: read at the start, written at the end; `none` keeps nothing. For direct and
+    /// buffered stores [default: $XDG_CACHE_HOME/k3/<identity>.usage]
+    #[arg(long, value_name = "FILE")]
+    usage: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum StoreName {
+    /// Whichever suits the machine and the files
+    Auto,
     /// Mapped files: the system's page cache decides what stays
     Mapped,
     /// Read past the page cache into slots of our own
@@ -29,71 +55,176 @@ enum StoreName {
     Buffered,
 }
 
-impl StoreArgs {
-    /// Opens the store, and says what it is.
-    pub(crate) fn open(&self, checkpoint: &Arc<Checkpoint>) -> Result<(Arc<dyn ExpertStore>, String)> {
-        let reader: Arc<dyn Reader> = match self.store {
-            StoreName::Mapped => {
-                return Ok((Arc::new(MappedStore::new(checkpoint.clone())), "experts mapped".into()));
-            }
-            StoreName::Direct => Arc::new(
-                Direct::new(checkpoint.clone())
-                    .context("reading past the page cache; try --store buffered")?,
-            ),
-            StoreName::Buffered => Arc::new(Buffered::new(checkpoint.clone())?),
-        };
-        let options = SlabOptions { budget_bytes: self.expert_budget, ..SlabOptions::default() };
-        let store = SlabStore::new(checkpoint.clone(), &reader, options)?;
-        let layers = checkpoint.config().num_hidden_layers() - checkpoint.config().first_k_dense_replace;
-        let banner = format!(
-            "experts {} into {:.1} GB: {} slots of {} bytes, {:.1} a layer",
-            if self.store == StoreName::Direct { "read directly" } else { "read through the page cache" },
-            self.expert_budget as f64 / 1e9,
-            store.slots(),
-            store.slot_bytes(),
-            store.slots() as f64 / layers.max(1) as f64,
-        );
-        Ok((Arc::new(store), banner))
+/// `--expert-budget`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Budget {
+    Auto,
+    Bytes(u64),
+}
+
+impl FromStr for Budget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" { Ok(Self::Auto) } else { parse_bytes(text).map(Self::Bytes) }
     }
 }
 
-/// A number with an optional unit.
-fn parse_bytes(text: &str) -> Result<u64, String> {
-    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(end);
-    let scale: u64 = match unit.trim() {
-        "" | "B" => 1,
-        "kB" | "KB" => 1_000,
-        "MB" => 1_000_000,
-        "GB" => 1_000_000_000,
-        "KiB" => 1 << 10,
-        "MiB" => 1 << 20,
-        "GiB" => 1 << 30,
-        _ => {
-            return Err(format!(
-                "expected bytes, kB, MB, GB, KiB, MiB or GiB after the number, found {unit:?}"
-            ));
+/// A store that is open, and the plan that it is part of.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    opened: OpenedStore,
+    pub(crate) plan: MemoryPlan,
+    /// Bytes that the program had when the plan was made.
+    pub(crate) before: Option<u64>,
+    /// Dropped at the end of a run, which writes it.
+    usage: Option<UsageFile>,
+}
+
+impl StoreArgs {
+    /// Plans the memory and opens the store, saying what is odd.
+    pub(crate) fn open(&self, checkpoint: &Arc<Checkpoint>, needs: Needs) -> Result<Opened> {
+        let backend = match self.store {
+            StoreName::Auto => None,
+            StoreName::Mapped => Some(Backend::Mapped),
+            StoreName::Direct => Some(Backend::Direct),
+            StoreName::Buffered => Some(Backend::Buffered),
+        };
+        let before = rss();
+        let plan = self.plan(checkpoint, needs);
+        if plan.missing > 0 {
+            let missing = gigabytes(plan.missing);
+            let leftover = gigabytes(plan.left());
+            match (self.expert_budget, backend) {
+                (Budget::Bytes(asked), _) if plan.left() >= plan.sizes.least() => tell(format_args!(
+                    "note: --expert-budget {} is {missing} more than there is: {leftover} are left beside what else is \
+                     needed, and the system may end the program or swap\n{plan}",
+                    gigabytes(asked)
+                )),
+                (Budget::Bytes(_), _) | (_, Some(Backend::Mapped)) => tell(format_args!(
+                    "note: {missing} of memory are missing: the system may end the program or read weights again and \
+                     again\n{plan}"
+                )),
+                (Budget::Auto, _) => bail!(
+                    "{missing} of memory are missing to run this checkpoint:\n{plan}\
+                     smaller weights outside the experts need less (`cargo xtask repack --dense int4`), and so does a \
+                     shorter context or prompt chunk; --expert-budget {} runs anyway",
+                    plan.sizes.least()
+                ),
+            }
         }
-    };
-    let number: u64 = number.parse().map_err(|_| "expected a whole number, as in 8GiB".to_owned())?;
-    number.checked_mul(scale).ok_or_else(|| "more bytes than a file can have".to_owned())
+        let slab = SlabOptions { reads_in_flight: self.reads_in_flight, ..SlabOptions::default() };
+        let mut options = StoreOptions { backend, slab, ..StoreOptions::default() };
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        options.probe.seed = now.map_or(0, |now| now.as_nanos() as u64);
+        let opened = open_store(checkpoint, &plan, options).with_context(|| match backend {
+            Some(Backend::Direct) => "reading past the page cache; try --store buffered".to_owned(),
+            _ => format!("opening the experts of {}", checkpoint.dir().display()),
+        })?;
+        let usage = opened.slab.as_ref().and_then(|store| self.usage_file(checkpoint, store, &plan));
+        Ok(Opened { opened, plan, before, usage })
+    }
+
+    fn plan(&self, checkpoint: &Checkpoint, needs: Needs) -> MemoryPlan {
+        // Slots for direct reads are the larger ones.
+        let sizes = expert_sizes(checkpoint.config(), slot_bytes(checkpoint, Direct::ALIGN));
+        let mut asked = match self.expert_budget {
+            Budget::Auto => None,
+            Budget::Bytes(bytes) => Some(bytes),
+        };
+        let machine = Machine::read().unwrap_or_else(|error| {
+            tell(format_args!("note: how much memory there is is not known here ({error})\n"));
+            let experts = *asked.get_or_insert(UNKNOWN_MACHINE);
+            Machine::with(needs.total().saturating_add(experts).saturating_add(UNKNOWN_MACHINE))
+        });
+        MemoryPlan::new(&machine, needs, sizes, asked)
+    }
+
+    fn usage_file(
+        &self,
+        checkpoint: &Checkpoint,
+        store: &Arc<SlabStore>,
+        plan: &MemoryPlan,
+    ) -> Option<UsageFile> {
+        let path = match &self.usage {
+            Some(path) if path == Path::new("none") => return None,
+            Some(path) => path.clone(),
+            None => cache_folder()?.join("k3").join(format!("{}.usage", checkpoint.identity())),
+        };
+        let geometry = plan.sizes.geometry;
+        let earlier = Usage::load(&path, checkpoint.identity(), geometry).unwrap_or_else(|error| {
+            tell(format_args!("note: {:#}; it will be replaced\n", anyhow::Error::from(error)));
+            None
+        });
+        let earlier = earlier.unwrap_or_else(|| Usage::new(geometry));
+        let identity = checkpoint.identity();
+        Some(UsageFile { store: store.clone(), path, identity, earlier })
+    }
+}
+
+impl Opened {
+    pub(crate) fn store(&self) -> Arc<dyn ExpertStore> {
+        self.opened.store.clone()
+    }
+
+    /// Begins to read what earlier runs used. Call it when the other weights are there.
+    pub(crate) fn warm(&self) {
+        if let Some(usage) = &self.usage {
+            usage.store.warm(&usage.earlier);
+        }
+    }
+
+    /// One line about the store.
+    pub(crate) fn description(&self) -> &str {
+        &self.opened.description
+    }
+}
+
+/// The folder for what can be made again.
+fn cache_folder() -> Option<PathBuf> {
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    folder("XDG_CACHE_HOME").or_else(|| folder("HOME").map(|home| home.join(".cache")))
+}
+
+/// Uses of experts, written when it is dropped.
+struct UsageFile {
+    store: Arc<SlabStore>,
+    path: PathBuf,
+    identity: k3_format::CheckpointId,
+    earlier: Usage,
+}
+
+impl std::fmt::Debug for UsageFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("UsageFile").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl Drop for UsageFile {
+    fn drop(&mut self) {
+        let now = self.store.usage();
+        if now.tokens() == 0.0 {
+            return;
+        }
+        self.earlier.add(&now);
+        if let Err(error) = self.earlier.save(&self.path, self.identity) {
+            tell(format_args!("note: {:#}\n", anyhow::Error::from(error)));
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::parse_bytes;
+    use super::*;
 
     #[test]
-    fn bytes_have_units() {
-        let check =
-            |text: &str, expected: Option<u64>| assert_eq!(parse_bytes(text).ok(), expected, "{text}");
-        check("17", Some(17));
-        check("8GiB", Some(8 << 30));
-        check("20 GB", Some(20_000_000_000));
-        check("1.5GB", None);
-        check("GB", None);
-        check("-1", None);
-        check("99999999999GiB", None);
-        check("5 apples", None);
+    fn a_budget_is_bytes_or_auto() {
+        let check = |text: &str, expected: Option<Budget>| {
+            assert_eq!(Budget::from_str(text).ok(), expected, "{text}");
+        };
+        check("auto", Some(Budget::Auto));
+        check("8GiB", Some(Budget::Bytes(8 << 30)));
+        check("Auto", None);
+        check("", None);
     }
 }

@@ -12,12 +12,16 @@ use std::fmt;
 
 use k3_quant::Matrix;
 
+pub mod backend;
 mod mapped;
+pub mod memory;
+pub mod plan;
 pub mod policy;
 mod retire;
 pub mod simulate;
 pub mod slab;
 pub mod trace;
+pub mod usage;
 
 pub use mapped::{MappedStore, READ_AHEAD};
 pub use retire::{Completion, Retirement};
@@ -94,6 +98,11 @@ pub trait ExpertStore: Send + Sync {
 
     /// What was moved so far.
     fn counters(&self) -> Counters;
+
+    /// What each drive gave so far, where the store knows.
+    fn drives(&self) -> Vec<DriveCounters> {
+        Vec::new()
+    }
 }
 
 /// Totals since the store was opened.
@@ -118,6 +127,8 @@ pub struct Counters {
     pub bytes_guessed: u64,
     /// Of those, never asked for.
     pub bytes_wasted: u64,
+    /// Bytes read because earlier runs used them, before anybody asked.
+    pub bytes_warmed: u64,
     /// Experts that left memory to make room.
     pub evictions: u64,
     /// Times that the oldest retired lease was asked whether its work is complete.
@@ -126,6 +137,34 @@ pub struct Counters {
     pub over_budget: u64,
     /// Nanoseconds in which a caller waited for an expert.
     pub wait_ns: u64,
+}
+
+/// What one drive gave since the store was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DriveCounters {
+    /// Reads that began, pieces of experts counted singly.
+    pub reads: u64,
+    /// Bytes of those that ended.
+    pub bytes: u64,
+    /// The most reads in flight at once.
+    pub depth_max: u64,
+    /// Reads in flight when one began, itself included, summed over all.
+    pub depth_sum: u64,
+    /// Nanoseconds in which at least one was in flight.
+    pub busy_ns: u64,
+}
+
+impl DriveCounters {
+    /// Reads in flight when one began, on average.
+    pub fn mean_depth(&self) -> f64 {
+        self.depth_sum as f64 / self.reads.max(1) as f64
+    }
+
+    /// Bytes a second while it was busy.
+    pub fn rate(&self) -> f64 {
+        self.bytes as f64 * 1e9 / self.busy_ns.max(1) as f64
+    }
 }
 
 /// Why an expert could not be had. There is no way to go on without one: dropping an expert changes the output.
@@ -174,6 +213,9 @@ impl fmt::Display for Counters {
         if self.bytes_guessed > 0 {
             let (guessed, wasted) = (self.bytes_guessed as f64 / 1e9, self.bytes_wasted as f64 / 1e9);
             write!(f, ", {guessed:.2} GB on guesses, {wasted:.2} of them wasted")?;
+        }
+        if self.bytes_warmed > 0 {
+            write!(f, ", {:.2} GB from earlier use", self.bytes_warmed as f64 / 1e9)?;
         }
         if self.over_budget > 0 {
             write!(f, ", {} buffers over budget", self.over_budget)?;

@@ -62,6 +62,14 @@ pub trait Policy: fmt::Debug + Send {
     /// An admitted expert could not be read: its slot is empty.
     fn forget(&mut self, layer: usize, expert: ExpertId);
 
+    /// Gives an expert that nobody asked for a slot, if one is free. It is the first to leave.
+    fn admit_free(&mut self, _layer: usize, _expert: ExpertId) -> bool {
+        false
+    }
+
+    /// How often `tokens` of earlier runs used each expert of a layer.
+    fn remember(&mut self, _layer: usize, _uses: &[f32], _tokens: f64) {}
+
     /// Experts that may be in slots at once.
     fn slots(&self) -> usize;
 }

@@ -8,11 +8,14 @@
 //! last lease ends, and reads that found no buffer start by themselves when one becomes free.
 
 mod arrivals;
+mod balance;
 mod drives;
 mod place;
 mod pool;
+mod probe;
 mod reader;
 mod ticket;
+mod warm;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -26,14 +29,18 @@ use k3_format::Checkpoint;
 use crate::policy::{Policy, PolicyName, Verdict, Visit};
 use crate::retire::{Completion, Retirement};
 use crate::trace::Geometry;
-use crate::{Arrivals, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore};
+use crate::usage::Usage;
+use crate::{Arrivals, Counters, DriveCounters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore};
 
 use arrivals::Pending;
 use drives::{Drives, Urgency};
 use place::Places;
+pub use place::slot_bytes;
 use pool::{Filled, Pool};
+pub use probe::{DriveRate, ProbeOptions, probe};
 pub use reader::{Buffered, Direct, Reader, SlotReadError};
 use ticket::{Key, Ticket, Waiter};
+use warm::Warming;
 
 /// How to keep and read experts.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +49,7 @@ pub struct SlabOptions {
     pub budget_bytes: u64,
     /// Which experts stay.
     pub policy: PolicyName,
-    /// Reads in flight on each drive. 4 to 8 whole experts keep one busy; more only adds latency.
+    /// Reads in flight on each drive, on average over drives. 4 to 8 whole experts keep one busy; more only adds latency.
     pub reads_in_flight: usize,
     /// The last misses of a layer, fewer than reads can be in flight, are read in several pieces each, none smaller
     /// than this.
@@ -123,6 +130,8 @@ struct State {
     guesses: HashMap<Key, Entry>,
     retirement: Retirement<Expert>,
     counters: Counters,
+    usage: Usage,
+    warming: Warming,
 }
 
 #[derive(Clone)]
@@ -142,13 +151,28 @@ impl SlabStore {
         reader: &Arc<dyn Reader>,
         options: SlabOptions,
     ) -> Result<Self, SlabError> {
+        Self::with_rates(checkpoint, reader, options, &[])
+    }
+
+    /// The same on drives of known rates, in bytes a second: each has reads in flight in proportion, and the misses of
+    /// a layer are issued so that drives end together. Rates of another number of drives, or of which one is not
+    /// positive, do not count.
+    ///
+    /// # Errors
+    /// [`SlabError`].
+    pub fn with_rates(
+        checkpoint: Arc<Checkpoint>,
+        reader: &Arc<dyn Reader>,
+        options: SlabOptions,
+        rates: &[f64],
+    ) -> Result<Self, SlabError> {
         let config = checkpoint.config();
         let geometry = Geometry {
             layers: config.num_hidden_layers() - config.first_k_dense_replace,
             experts: config.moe.num_experts,
             per_token: config.moe.num_experts_per_token,
         };
-        let places = Places::new(&checkpoint, &**reader);
+        let places = Places::new(&checkpoint, reader.alignment());
         let slot_bytes = places.slot_bytes();
         let buffers = usize::try_from(options.budget_bytes / slot_bytes.max(1) as u64).unwrap_or(usize::MAX);
         if buffers < geometry.per_token {
@@ -156,7 +180,8 @@ impl SlabStore {
             let (budget, per_token) = (options.budget_bytes, geometry.per_token);
             return Err(SlabError::Budget { budget, per_token, slot_bytes, needed });
         }
-        let drives = Arc::new(Drives::new(reader.clone(), checkpoint.shards().files().len()));
+        let shards = checkpoint.shards().files().len();
+        let drives = Arc::new(Drives::new(reader.clone(), shards, rates, options.reads_in_flight));
         let pool = Arc::new(Pool::new(buffers, slot_bytes, reader.alignment(), drives.clone()));
         // Buffers on their way to the caller, with one that it holds.
         let moving = options.reads_in_flight * drives.len() + options.guesses + 2;
@@ -167,6 +192,8 @@ impl SlabStore {
             guesses: HashMap::new(),
             retirement: Retirement::default(),
             counters: Counters::default(),
+            usage: Usage::new(geometry),
+            warming: Warming::default(),
         };
         let shared = Arc::new(Shared {
             checkpoint,
@@ -178,7 +205,7 @@ impl SlabStore {
             bytes: AtomicU64::new(0),
         });
         let store = Self { shared, options };
-        Drives::start(&store.shared, options.reads_in_flight.max(1)).map_err(SlabError::Thread)?;
+        Drives::start(&store.shared).map_err(SlabError::Thread)?;
         Ok(store)
     }
 
@@ -190,6 +217,11 @@ impl SlabStore {
     /// Bytes of a slot: an expert, and what alignment adds.
     pub fn slot_bytes(&self) -> usize {
         self.shared.places.slot_bytes()
+    }
+
+    /// Reads in flight on each drive.
+    pub fn reads_in_flight(&self) -> &[usize] {
+        self.shared.drives.shares()
     }
 
     /// Buffers that exist now.
@@ -252,6 +284,9 @@ impl Shared {
         let result = result.map(Arc::new);
         let mut state = self.state();
         let state = &mut *state;
+        if ticket.urgency == Urgency::Warm {
+            state.warming.ended();
+        }
         for (table, is_slot) in [(&mut state.slots, true), (&mut state.guesses, false)] {
             let Some(entry) = table.get_mut(&ticket.key) else { continue };
             if !matches!(entry, Entry::OnItsWay(other) if Arc::ptr_eq(other, ticket)) {
@@ -291,8 +326,14 @@ impl State {
 impl ExpertStore for SlabStore {
     fn fetch<'a>(&'a self, request: ExpertRequest<'_>) -> Arrivals<'a> {
         let shared = &*self.shared;
+        let span = tracing::debug_span!(
+            "fetch",
+            layer = request.layer,
+            experts = request.experts.len(),
+            misses = tracing::field::Empty
+        );
         let (sender, receiver) = channel();
-        let mut pending = Pending::new(shared, receiver);
+        let mut pending = Pending::new(shared, receiver, span);
         let mut known = Vec::with_capacity(request.experts.len());
         for &id in request.experts {
             match shared.key(request.layer, id) {
@@ -320,6 +361,9 @@ impl ExpertStore for SlabStore {
         };
         state.policy.visit(visit, &mut verdicts);
         state.counters.requested += known.len() as u64;
+        let tokens = visit.choices.len().checked_div(visit.ranks).unwrap_or(0);
+        let used = visit.choices.chunks(visit.ranks.max(1)).flat_map(|ids| ids.iter().take(visit.per_token));
+        state.usage.count(row, used.copied(), tokens);
 
         // Hits first: what a visit evicts may be a hit of the same visit.
         let mut waiting = 0;
@@ -340,9 +384,7 @@ impl ExpertStore for SlabStore {
                 None => unreachable!("expert {id} of layer {} has a slot and no entry", request.layer),
             }
         }
-        // The fewer reads are left, the more pieces each has: the drive has enough to do until the last.
-        let mut left = verdicts.iter().filter(|verdict| **verdict != Verdict::Hit).count();
-        let mut tickets = Vec::with_capacity(left);
+        let mut tickets = Vec::new();
         for (&id, verdict) in known.iter().zip(&verdicts) {
             let key = Key { layer: request.layer, id };
             let keep = match *verdict {
@@ -380,29 +422,25 @@ impl ExpertStore for SlabStore {
                             state.policy.forget(row, id);
                             pending.ready.push_back(Err(error));
                             waiting -= 1;
-                            left -= 1;
                             continue;
                         }
                     };
                     state.counters.bytes_demanded += place.bytes() as u64;
-                    let pieces = self.options.reads_in_flight.div_ceil(left.max(1));
-                    let pieces = (pieces, self.options.piece_bytes);
+                    let pieces = (1, self.options.piece_bytes);
                     let ticket = Arc::new(Ticket::new(key, place, keep, pieces, Urgency::Demand));
                     ticket.join(waiter(id));
                     tickets.push(ticket.clone());
                     Entry::OnItsWay(ticket)
                 }
             };
-            left -= 1;
             if keep {
                 state.slots.insert(key, entry);
             }
         }
         // Guesses that were wrong.
         state.counters.bytes_wasted += shared.expire(&mut state.guesses, request.layer);
-        for ticket in tickets {
-            shared.pool.request(ticket);
-        }
+        pending.span.record("misses", tickets.len());
+        shared.drives.issue_all(tickets, |ticket| shared.pool.request(ticket));
         pending.waiting = waiting;
         drop(sender);
         Box::new(pending)
@@ -441,6 +479,10 @@ impl ExpertStore for SlabStore {
         counters.wait_ns = self.shared.wait_ns.load(Relaxed);
         counters.over_budget = self.shared.pool.over_budget();
         counters
+    }
+
+    fn drives(&self) -> Vec<DriveCounters> {
+        self.shared.drives.counters()
     }
 }
 

@@ -223,6 +223,17 @@ impl Shards {
         let _ = (shard, begin, end);
     }
 
+    /// Tells the kernel that what it has of these bytes in its page cache is not needed. A hint, as
+    /// [`Shards::will_need`]; pages that another process has mapped or that are only partly in the range stay.
+    pub fn forget(&self, shard: usize, begin: u64, len: u64) {
+        #[cfg(target_os = "linux")]
+        if let (Some(file), Some(len)) = (self.files.get(shard), NonZeroU64::new(len)) {
+            let _ = rustix::fs::fadvise(&file.file, begin, Some(len), rustix::fs::Advice::DontNeed);
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = (shard, begin, len);
+    }
+
     fn checked(&self, shard: usize, begin: u64, end: u64) -> Result<&ShardFile, ShardError> {
         let shards = self.files.len();
         let file = self.files.get(shard).ok_or(ShardError::NoSuchShard { shard, shards })?;

@@ -24,6 +24,7 @@ mod conversation;
 mod engine;
 mod error;
 mod generate;
+pub mod memory;
 mod sampler;
 mod saved;
 

@@ -67,6 +67,16 @@ impl Policy for LayerLru {
         self.layers[layer].residents.retain(|&(id, _)| id != expert);
     }
 
+    fn admit_free(&mut self, layer: usize, expert: ExpertId) -> bool {
+        let layer = &mut self.layers[layer];
+        let is_new = layer.residents.iter().all(|(id, _)| *id != expert);
+        let admitted = is_new && layer.residents.len() < layer.slots;
+        if admitted {
+            layer.residents.push((expert, 0));
+        }
+        admitted
+    }
+
     fn slots(&self) -> usize {
         self.slots
     }

@@ -35,6 +35,7 @@ const SHARPNESS: i32 = 3;
 #[derive(Debug)]
 pub struct Retention {
     slots: usize,
+    per_token: usize,
     /// By rank.
     worth: Vec<f32>,
     /// By lag, from 1: share of a token's experts that are used again.
@@ -83,6 +84,7 @@ impl Retention {
         let floor = upper_quantile(counting, experts);
         Self {
             slots,
+            per_token,
             worth: (0..counting).map(|rank| upper_quantile(rank, experts) - floor).collect(),
             reuse: [0.0; LAGS],
             layers: spread(slots, layers).map(layer).collect(),
@@ -168,6 +170,25 @@ impl Policy for Retention {
         let layer = &mut self.layers[layer];
         layer.residents.retain(|&id| id != expert);
         layer.resident[expert as usize] = false;
+    }
+
+    fn admit_free(&mut self, layer: usize, expert: ExpertId) -> bool {
+        let layer = &mut self.layers[layer];
+        let admitted = !layer.resident[expert as usize] && layer.residents.len() < layer.slots;
+        if admitted {
+            layer.residents.push(expert);
+            layer.resident[expert as usize] = true;
+        }
+        admitted
+    }
+
+    /// The long score as it would be after many tokens that used experts as often.
+    fn remember(&mut self, layer: usize, uses: &[f32], tokens: f64) {
+        let per_token = self.per_token.min(self.worth.len());
+        let worth = self.worth[..per_token].iter().sum::<f32>() / per_token.max(1) as f32;
+        let scale = worth / (1.0 - SLOW_DECAY) / tokens.max(1.0) as f32;
+        let long = &mut self.layers[layer].long;
+        long.iter_mut().zip(uses).for_each(|(long, uses)| *long = scale * uses);
     }
 
     fn slots(&self) -> usize {

@@ -26,10 +26,12 @@ pub(super) struct Pending<'a> {
     pub(super) waiting: usize,
     pub(super) abandoned: Arc<AtomicBool>,
     receiver: Receiver<Delivery>,
+    /// From the request to the last expert.
+    pub(super) span: tracing::Span,
 }
 
 impl<'a> Pending<'a> {
-    pub(super) fn new(shared: &'a Shared, receiver: Receiver<Delivery>) -> Self {
+    pub(super) fn new(shared: &'a Shared, receiver: Receiver<Delivery>, span: tracing::Span) -> Self {
         Self {
             shared,
             ready: VecDeque::new(),
@@ -37,6 +39,7 @@ impl<'a> Pending<'a> {
             waiting: 0,
             abandoned: Arc::default(),
             receiver,
+            span,
         }
     }
 
@@ -45,6 +48,7 @@ impl<'a> Pending<'a> {
             return Ok(delivery);
         }
         let begin = Instant::now();
+        let _waiting = tracing::debug_span!(parent: &self.span, "wait").entered();
         let delivery = loop {
             match self.receiver.recv_timeout(PATIENCE) {
                 Err(RecvTimeoutError::Timeout) => {

@@ -4,13 +4,23 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 
-use super::Shared;
+use super::balance::{order, shares};
 use super::pool::Filled;
 use super::reader::{Reader, SlotReadError, read_full};
 use super::ticket::{Ended, Ticket};
+use super::{DriveCounters, Shared};
+
+/// Reads in flight on a drive for what nobody asked for: a demand that comes waits for little.
+const WARMING: usize = 2;
+/// Bytes that a drive has read before its own rate counts instead of one that was measured before.
+const KNOWN_BYTES: u64 = 1 << 30;
+
+/// Bytes of a reading thread's stack. It holds no buffer.
+const STACK_BYTES: usize = 256 << 10;
 
 /// Whether somebody waits for a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +29,8 @@ pub(super) enum Urgency {
     Demand,
     /// Somebody may: it is read when nothing else is to be.
     Guess,
+    /// It was used in an earlier run: it is read when there is nothing to guess either.
+    Warm,
 }
 
 /// A piece of an expert to be read.
@@ -34,6 +46,10 @@ pub(super) struct Job {
 pub(super) struct Drives {
     reader: Arc<dyn Reader>,
     queues: Vec<Queue>,
+    /// Bytes a second of each drive, or any numbers in their proportion.
+    rates: Vec<f64>,
+    /// Reads in flight of each.
+    shares: Vec<usize>,
 }
 
 #[derive(Default)]
@@ -46,7 +62,49 @@ struct Queue {
 struct Jobs {
     demands: VecDeque<Job>,
     guesses: VecDeque<Job>,
+    warm: VecDeque<Job>,
     closed: bool,
+    /// Being read, and of those the ones that nobody asked for.
+    reading: usize,
+    warming: usize,
+    /// When it began to read, if it does.
+    since: Option<Instant>,
+    counters: DriveCounters,
+}
+
+impl Jobs {
+    /// The most urgent, and whether it is one that nobody asked for.
+    fn pop(&mut self) -> Option<(Job, bool)> {
+        let urgent = self.demands.pop_front().or_else(|| self.guesses.pop_front());
+        let (job, is_warm) = match urgent {
+            Some(job) => (job, false),
+            None if self.warming < WARMING => (self.warm.pop_front()?, true),
+            None => return None,
+        };
+        self.reading += 1;
+        self.warming += usize::from(is_warm);
+        self.since.get_or_insert_with(Instant::now);
+        self.counters.reads += 1;
+        self.counters.depth_sum += self.reading as u64;
+        self.counters.depth_max = self.counters.depth_max.max(self.reading as u64);
+        Some((job, is_warm))
+    }
+
+    fn ended(&mut self, bytes: usize, is_warm: bool) {
+        self.reading -= 1;
+        self.warming -= usize::from(is_warm);
+        self.counters.bytes += bytes as u64;
+        if self.reading == 0
+            && let Some(since) = self.since.take()
+        {
+            self.counters.busy_ns += since.elapsed().as_nanos() as u64;
+        }
+    }
+
+    fn counters(&self) -> DriveCounters {
+        let now = self.since.map_or(Duration::ZERO, |since| since.elapsed());
+        DriveCounters { busy_ns: self.counters.busy_ns + now.as_nanos() as u64, ..self.counters }
+    }
 }
 
 impl Queue {
@@ -54,17 +112,14 @@ impl Queue {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<(Job, bool)> {
         let mut jobs = self.jobs();
         loop {
             if jobs.closed {
                 return None;
             }
-            if let Some(job) = jobs.demands.pop_front() {
-                return Some(job);
-            }
-            if let Some(job) = jobs.guesses.pop_front() {
-                return Some(job);
+            if let Some(next) = jobs.pop() {
+                return Some(next);
             }
             jobs = self.more.wait(jobs).unwrap_or_else(PoisonError::into_inner);
         }
@@ -72,9 +127,14 @@ impl Queue {
 }
 
 impl Drives {
-    pub(super) fn new(reader: Arc<dyn Reader>, shards: usize) -> Self {
+    /// The drives of a reader, with `each` reads in flight on average. `rates` were measured; without them all are
+    /// taken for equal.
+    pub(super) fn new(reader: Arc<dyn Reader>, shards: usize, rates: &[f64], each: usize) -> Self {
         let drives = (0..shards).map(|shard| reader.drive(shard) + 1).max().unwrap_or(1);
-        Self { reader, queues: (0..drives).map(|_| Queue::default()).collect() }
+        let known = rates.len() == drives && rates.iter().all(|rate| rate.is_finite() && *rate > 0.0);
+        let rates = if known { rates.to_vec() } else { vec![1.0; drives] };
+        let shares = shares(&rates, each);
+        Self { reader, queues: (0..drives).map(|_| Queue::default()).collect(), rates, shares }
     }
 
     /// Number of drives.
@@ -82,13 +142,24 @@ impl Drives {
         self.queues.len()
     }
 
-    /// Starts `threads` on each drive. They end when the drives are closed.
-    pub(super) fn start(shared: &Arc<Shared>, threads: usize) -> io::Result<()> {
-        for drive in 0..shared.drives.len() {
+    /// Reads in flight on each drive.
+    pub(super) fn shares(&self) -> &[usize] {
+        &self.shares
+    }
+
+    /// What each drive has read.
+    pub(super) fn counters(&self) -> Vec<DriveCounters> {
+        self.queues.iter().map(|queue| queue.jobs().counters()).collect()
+    }
+
+    /// Starts the threads of each drive. They end when the drives are closed.
+    pub(super) fn start(shared: &Arc<Shared>) -> io::Result<()> {
+        for (drive, &threads) in shared.drives.shares.iter().enumerate() {
             for _ in 0..threads {
                 let (drives, shared) = (shared.drives.clone(), Arc::downgrade(shared));
                 thread::Builder::new()
                     .name(format!("experts-{drive}"))
+                    .stack_size(STACK_BYTES)
                     .spawn(move || drives.work(drive, &shared))?;
             }
         }
@@ -96,18 +167,53 @@ impl Drives {
     }
 
     fn work(&self, drive: usize, shared: &Weak<Shared>) {
-        while let Some(mut job) = self.queues[drive].next() {
+        let queue = &self.queues[drive];
+        while let Some((mut job, is_warm)) = queue.next() {
             let segment = &job.ticket.place.segments[job.segment];
             let needed = segment.needed.saturating_sub(job.begin).min(job.chunk.len());
             let offset = segment.offset + job.begin as u64;
-            let result = read_full(&*self.reader, segment.shard, &mut job.chunk, offset, needed);
+            let bytes = job.chunk.len();
+            let key = job.ticket.key;
+            let span = tracing::debug_span!("read", layer = key.layer, expert = key.id, drive, bytes);
+            let result =
+                span.in_scope(|| read_full(&*self.reader, segment.shard, &mut job.chunk, offset, needed));
+            drop(span);
+            queue.jobs().ended(bytes, is_warm);
             let Some(shared) = shared.upgrade() else { return };
             let Ended::Now(buffer, error) = job.ticket.put(job.number, job.chunk, result) else { continue };
             let filled = Filled::new(buffer, shared.pool.clone());
             shared.finish(&job.ticket, error.map_or(Ok(filled), Err));
             // Only now: who sees that nothing is being read also sees what has come.
             shared.pool.ended();
+            shared.warm_more();
         }
+    }
+
+    /// Issues the reads of a layer so that drives end together. The fewer are left of a drive, the more pieces each
+    /// has: it has enough to do until the last.
+    pub(super) fn issue_all(&self, tickets: Vec<Arc<Ticket>>, mut issue: impl FnMut(Arc<Ticket>)) {
+        let drive = |ticket: &Ticket| ticket.place.segments.first().map_or(0, |s| self.reader.drive(s.shard));
+        let reads: Vec<_> = tickets.iter().map(|t| (drive(t), t.place.bytes() as u64)).collect();
+        let order = if self.len() == 1 { (0..tickets.len()).collect() } else { order(&reads, &self.rates()) };
+        let mut left = vec![0_usize; self.len()];
+        reads.iter().for_each(|&(drive, _)| left[drive] += 1);
+        let mut tickets: Vec<Option<Arc<Ticket>>> = tickets.into_iter().map(Some).collect();
+        for at in order {
+            let Some(ticket) = tickets[at].take() else { continue };
+            let drive = reads[at].0;
+            ticket.set_pieces(self.shares[drive].div_ceil(left[drive].max(1)));
+            left[drive] -= 1;
+            issue(ticket);
+        }
+    }
+
+    /// Bytes a second of each drive: what it did so far, when all have done enough.
+    fn rates(&self) -> Vec<f64> {
+        let done = self.counters();
+        if done.iter().all(|drive| drive.bytes >= KNOWN_BYTES) {
+            return done.iter().map(DriveCounters::rate).collect();
+        }
+        self.rates.clone()
     }
 
     /// Puts the reads of a ticket into the queues.
@@ -119,6 +225,7 @@ impl Drives {
             match ticket.urgency {
                 Urgency::Demand => jobs.demands.push_back(job),
                 Urgency::Guess => jobs.guesses.push_back(job),
+                Urgency::Warm => jobs.warm.push_back(job),
             }
             drop(jobs);
             queue.more.notify_one();
@@ -132,11 +239,18 @@ impl Drives {
         }
         for queue in &self.queues {
             let mut jobs = queue.jobs();
-            let all = std::mem::take(&mut jobs.guesses);
-            let (asked, rest) = all.into_iter().partition(|job| Arc::ptr_eq(&job.ticket, ticket));
-            jobs.guesses = rest;
-            let asked: VecDeque<Job> = asked;
-            jobs.demands.extend(asked);
+            let jobs = &mut *jobs;
+            for waiting in [&mut jobs.guesses, &mut jobs.warm] {
+                let all = std::mem::take(waiting);
+                let (asked, rest) = all.into_iter().partition(|job| Arc::ptr_eq(&job.ticket, ticket));
+                *waiting = rest;
+                let asked: VecDeque<Job> = asked;
+                jobs.demands.extend(asked);
+            }
+            // A thread may have left what was not urgent.
+            if !jobs.demands.is_empty() {
+                queue.more.notify_all();
+            }
         }
     }
 
@@ -147,6 +261,7 @@ impl Drives {
             jobs.closed = true;
             let left: Vec<Job> = jobs.demands.drain(..).collect();
             jobs.guesses.clear();
+            jobs.warm.clear();
             drop(jobs);
             queue.more.notify_all();
             left.iter().for_each(|job| job.ticket.complete(&Err(SlotReadError::Closed)));

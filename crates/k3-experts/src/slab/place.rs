@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use k3_format::{Checkpoint, ExpertLocation};
 
-use super::reader::Reader;
 use super::ticket::Key;
 use crate::ExpertError;
 
@@ -38,6 +37,11 @@ impl Place {
     }
 }
 
+/// Bytes of a slot that holds any expert of `checkpoint`, for a reader that asks for this alignment.
+pub fn slot_bytes(checkpoint: &Checkpoint, alignment: usize) -> u64 {
+    Places::new(checkpoint, alignment).slot_bytes() as u64
+}
+
 /// Finds experts.
 pub(super) struct Places {
     align: usize,
@@ -46,8 +50,8 @@ pub(super) struct Places {
 }
 
 impl Places {
-    pub(super) fn new(checkpoint: &Checkpoint, reader: &dyn Reader) -> Self {
-        let align = reader.alignment().max(1);
+    pub(super) fn new(checkpoint: &Checkpoint, alignment: usize) -> Self {
+        let align = alignment.max(1);
         let granule = if align == 1 { 1 } else { GRANULE.next_multiple_of(align) };
         let widened = |len: usize| (len + align - 1).next_multiple_of(granule);
         let layout = checkpoint.experts().layout();

@@ -151,15 +151,8 @@ impl Pool {
         if inner.allocated < self.limit { self.allocate(inner) } else { None }
     }
 
-    /// A buffer that begins at a multiple of the alignment.
     fn allocate(&self, inner: &mut Inner) -> Option<BytesMut> {
-        let mut bytes = Vec::new();
-        bytes.try_reserve_exact(self.slot_bytes + self.align - 1).ok()?;
-        bytes.resize(self.slot_bytes + self.align - 1, 0_u8);
-        let lead = bytes.as_ptr().align_offset(self.align);
-        let mut buffer = BytesMut::from(Bytes::from(bytes));
-        let _ = buffer.split_to(lead);
-        buffer.truncate(self.slot_bytes);
+        let buffer = aligned(self.slot_bytes, self.align)?;
         inner.allocated += 1;
         Some(buffer)
     }
@@ -180,6 +173,18 @@ impl Pool {
             None => inner.free.push(buffer),
         }
     }
+}
+
+/// Memory that begins at a multiple of `align`, if there is any.
+pub(super) fn aligned(len: usize, align: usize) -> Option<BytesMut> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len + align - 1).ok()?;
+    bytes.resize(len + align - 1, 0_u8);
+    let lead = bytes.as_ptr().align_offset(align);
+    let mut buffer = BytesMut::from(Bytes::from(bytes));
+    let _ = buffer.split_to(lead);
+    buffer.truncate(len);
+    Some(buffer)
 }
 
 /// The oldest read that somebody still has a use for.

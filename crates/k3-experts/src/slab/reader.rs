@@ -3,12 +3,14 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use k3_format::Checkpoint;
 
 use super::SlabError;
+use super::pool::aligned;
 
 /// Reads the shards of a checkpoint. Several threads read at the same time.
 pub trait Reader: Send + Sync + fmt::Debug {
@@ -29,6 +31,9 @@ pub trait Reader: Send + Sync + fmt::Debug {
     fn drive(&self, _shard: usize) -> usize {
         0
     }
+
+    /// Drops from the page cache what it has of a range, where reads go through it.
+    fn forget(&self, _shard: usize, _offset: u64, _len: usize) {}
 
     /// Where a shard is, for messages.
     fn path(&self, shard: usize) -> PathBuf;
@@ -128,6 +133,10 @@ impl Reader for Buffered {
         self.drives[shard]
     }
 
+    fn forget(&self, shard: usize, offset: u64, len: usize) {
+        self.checkpoint.shards().forget(shard, offset, len as u64);
+    }
+
     fn path(&self, shard: usize) -> PathBuf {
         self.checkpoint.shards().files()[shard].path.clone()
     }
@@ -142,24 +151,34 @@ pub struct Direct {
 
 impl Direct {
     /// What every drive and file system that is in use can align to.
-    const ALIGN: usize = 4096;
+    pub const ALIGN: usize = 4096;
 
-    /// Opens the shards of `checkpoint` once more.
+    /// Opens the shards of `checkpoint` once more, and reads the first bytes of one on each drive: some file systems
+    /// open files so and do not read them.
     ///
     /// # Errors
     /// [`SlabError::Open`] for the first that is gone, or on a file system without such reads.
     pub fn new(checkpoint: Arc<Checkpoint>) -> Result<Self, SlabError> {
-        let open = |shard: &k3_format::ShardFile| {
-            shard.open_direct().map_err(|source| SlabError::Open { path: shard.path.clone(), source })
+        let failed = |shard: &k3_format::ShardFile| {
+            let path = shard.path.clone();
+            move |source| SlabError::Open { path, source }
         };
-        let files = checkpoint.shards().files().iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Self { buffered: Buffered::new(checkpoint)?, files })
+        let buffered = Buffered::new(checkpoint)?;
+        let mut files = Vec::new();
+        let mut block = aligned(Self::ALIGN, Self::ALIGN).unwrap_or_default();
+        for (at, shard) in buffered.checkpoint.shards().files().iter().enumerate() {
+            let file = shard.open_direct().map_err(failed(shard))?;
+            if !buffered.drives[..at].contains(&buffered.drives[at]) {
+                FileExt::read_at(&file, &mut block, 0).map_err(failed(shard))?;
+            }
+            files.push(file);
+        }
+        Ok(Self { buffered, files })
     }
 }
 
 impl Reader for Direct {
     fn read_at(&self, shard: usize, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        use std::os::unix::fs::FileExt as _;
         let aligned = |n: usize| n.is_multiple_of(Self::ALIGN);
         if !(aligned(offset as usize) && aligned(buf.len()) && aligned(buf.as_ptr().addr())) {
             // The rest of a short read.

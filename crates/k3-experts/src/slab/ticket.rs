@@ -1,6 +1,6 @@
 //! A read of an expert that is under way.
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -48,8 +48,10 @@ pub(super) struct Ticket {
     pub(super) place: Place,
     /// Whether it is read to stay, and not for its waiters alone.
     keep: bool,
-    /// Pieces wanted, and the least bytes of one.
-    pub(super) pieces: (usize, usize),
+    /// Pieces wanted.
+    pieces: AtomicUsize,
+    /// The least bytes of one.
+    least: usize,
     pub(super) urgency: Urgency,
     waiters: Mutex<Vec<Waiter>>,
     progress: Mutex<Progress>,
@@ -72,9 +74,21 @@ pub(super) enum Ended {
 }
 
 impl Ticket {
-    pub(super) fn new(key: Key, place: Place, keep: bool, pieces: (usize, usize), urgency: Urgency) -> Self {
-        let (waiters, progress) = (Mutex::default(), Mutex::default());
-        Self { key, place, keep, pieces, urgency, waiters, progress }
+    /// `pieces` are at least `least` bytes each.
+    pub(super) fn new(
+        key: Key,
+        place: Place,
+        keep: bool,
+        (pieces, least): (usize, usize),
+        urgency: Urgency,
+    ) -> Self {
+        let (pieces, waiters, progress) = (AtomicUsize::new(pieces), Mutex::default(), Mutex::default());
+        Self { key, place, keep, pieces, least, urgency, waiters, progress }
+    }
+
+    /// Into how many pieces it is cut when it is issued.
+    pub(super) fn set_pieces(&self, pieces: usize) {
+        self.pieces.store(pieces, Relaxed);
     }
 
     pub(super) fn join(&self, waiter: Waiter) {
@@ -104,9 +118,8 @@ impl Ticket {
 
     /// Cuts a buffer into what is read at once. Returns number, chunk, segment and offset in the segment of each.
     pub(super) fn cut(&self, mut buffer: BytesMut, align: usize) -> Vec<(usize, BytesMut, usize, usize)> {
-        let (pieces, least) = self.pieces;
-        let wanted = self.place.bytes().div_ceil(pieces.max(1));
-        let piece = wanted.max(least).max(1).next_multiple_of(align);
+        let wanted = self.place.bytes().div_ceil(self.pieces.load(Relaxed).max(1));
+        let piece = wanted.max(self.least).max(1).next_multiple_of(align);
         let mut jobs = Vec::new();
         let mut progress = self.progress();
         for (index, segment) in self.place.segments.iter().enumerate() {

@@ -1,6 +1,7 @@
 //! The released geometry, with fewer layers and tokens: layers are alike, so the hit rates are nearly those of the table
 //! in `docs/expert-store.md` 3.
 
+use k3_experts::plan::HIT_RATES;
 use k3_experts::policy::{GlobalLru, LayerLru, Policy, Retention};
 use k3_experts::simulate::replay;
 use k3_experts::trace::{Generator, Geometry, RELEASED, Statistics, Trace};
@@ -46,6 +47,18 @@ fn varied_text() {
         assert!(found > floor, "{found:.4} at {working_sets} working sets");
     }
     assert_eq!(rate(&trace, 0.5, |slots| Box::new(GlobalLru::new(slots))), 0.0);
+}
+
+/// The table that plans are made from is the simulator's.
+#[test]
+fn planned_hit_rates() {
+    let trace = trace(None);
+    for (working_sets, planned) in HIT_RATES {
+        if (0.25..=8.0).contains(&working_sets) {
+            let found = rate(&trace, working_sets, ours);
+            assert!((found - planned).abs() < 0.025, "{found:.4}, planned {planned}, at {working_sets}");
+        }
+    }
 }
 
 #[test]
