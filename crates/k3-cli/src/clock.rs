@@ -13,11 +13,13 @@ pub(crate) struct Clock {
     start: Instant,
     first_token: Option<Duration>,
     shown: Option<Instant>,
+    /// Bytes of experts that had been read for the prompt.
+    prompt_bytes: u64,
 }
 
 impl Clock {
     pub(crate) fn new() -> Self {
-        Self { start: Instant::now(), first_token: None, shown: None }
+        Self { start: Instant::now(), first_token: None, shown: None, prompt_bytes: 0 }
     }
 
     pub(crate) fn prefill(&mut self, layers: usize, of: usize) {
@@ -25,6 +27,17 @@ impl Clock {
             self.clear();
         } else {
             self.line("prefill", layers, of);
+        }
+    }
+
+    /// The same, and notes the bytes that the whole prompt took.
+    pub(crate) fn prefill_from<D: Device>(&mut self, engine: &Engine<D>, layers: usize, of: usize) {
+        self.prefill(layers, of);
+        if layers == of {
+            let counters = engine.store().counters();
+            // A backend that leaves caching to the system knows only what it handed over.
+            let is_told = counters.hits + counters.misses > 0;
+            self.prompt_bytes = if is_told { counters.bytes_demanded } else { counters.bytes };
         }
     }
 
@@ -55,7 +68,9 @@ impl Clock {
     pub(crate) fn report<D: Device>(&self, engine: &Engine<D>, prompt: usize, completion: usize) {
         let (first, before, after) = self.rates(prompt, completion);
         tell(format_args!(
-            "first token after {first:.2?} ({before:.2} prompt tokens/s), then {after:.2} tokens/s; experts: {}\n",
+            "first token after {first:.2?} ({before:.2} prompt tokens/s, {:.2} MB of experts a prompt token), \
+             then {after:.2} tokens/s; experts: {}\n",
+            self.prompt_bytes as f64 / 1e6 / prompt.max(1) as f64,
             engine.store().counters()
         ));
     }

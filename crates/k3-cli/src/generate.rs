@@ -139,7 +139,7 @@ fn chat<D: Device>(
     let mut out = Output::default();
     let mut show = |event: ChatEvent| match event {
         ChatEvent::Prefill { layers, of } => {
-            clock.prefill(layers, of);
+            clock.prefill_from(engine, layers, of);
             ControlFlow::Continue(())
         }
         ChatEvent::Reply(event) => {
@@ -206,7 +206,7 @@ fn complete<D: Device>(
     let mut first = true;
     let mut show = |event: Event| match event {
         Event::Prefill { layers, of } => {
-            clock.prefill(layers, of);
+            clock.prefill_from(engine, layers, of);
             ControlFlow::Continue(())
         }
         Event::Token(id) => {

@@ -12,7 +12,7 @@ use k3_tokenizer::Tokenizer;
 
 use crate::clock::Clock;
 use crate::output::tell;
-use crate::store::StoreArgs;
+use crate::store::{StoreArgs, parse_bytes};
 
 /// Arguments of every command that runs a model.
 #[derive(Debug, clap::Args)]
@@ -46,9 +46,13 @@ pub(crate) struct ModelArgs {
     /// Threads of the cpu device; 0 takes one a core
     #[arg(long, default_value_t = 0)]
     pub(crate) threads: usize,
-    /// Tokens of the prompt that are computed together; the result does not depend on it
-    #[arg(long, default_value_t = EngineOptions::default().chunk_tokens)]
-    chunk: usize,
+    /// Bytes that the computation of a prompt may keep while it works: the prompt is cut into as few chunks as that
+    /// allows, each of which reads its experts once; the result does not depend on it
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, default_value = "2GiB")]
+    activation_budget: u64,
+    /// Tokens of the prompt that are computed together, whatever they need
+    #[arg(long, value_name = "TOKENS")]
+    chunk: Option<usize>,
     #[command(flatten)]
     store: StoreArgs,
     /// Run K3.1 without its indexer: another function than it was trained for, past the indexer's budget
@@ -83,6 +87,7 @@ impl ModelArgs {
             None => (demonstration(&candidates())?, true),
         };
         let mut options = EngineOptions::default();
+        options.activation_bytes = self.activation_budget;
         options.chunk_tokens = self.chunk;
         options.model = ModelOptions::default().with_ignore_indexer(self.ignore_indexer);
         let checkpoint = Arc::new(Checkpoint::open(&dir, &options.open)?);

@@ -58,7 +58,7 @@ impl StoreArgs {
 }
 
 /// A number with an optional unit.
-fn parse_bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
     let scale: u64 = match unit.trim() {

@@ -38,6 +38,8 @@ pub trait Device: Send + Sync {
     type MlaState: Clone + Send;
     /// The keys that the rows of a batch attend.
     type Selection: Send;
+    /// Bytes of a value of [`Device::Act`].
+    const VALUE_BYTES: usize = 4;
 
     /// Names the arithmetic, as in saved states: states of one kind are not restored on another.
     fn kind(&self) -> &'static str;
@@ -376,6 +378,11 @@ pub struct RouterRule {
 /// Ranks that [`Routing::push_scores`] tells, as a multiple of the experts a row.
 const RANKS: usize = 8;
 
+/// Ranks that [`Routing::push_scores`] tells of `experts`, the `k` of a row among them.
+pub(crate) fn ranks_told(k: usize, experts: usize) -> usize {
+    (k * RANKS).max(k + 1).min(experts)
+}
+
 /// The experts of every row, in rank order: descending biased score, then id.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routing {
@@ -427,7 +434,7 @@ impl Routing {
     ) {
         let k = rule.experts_per_token;
         let finite = logits.iter().all(|l| l.is_finite());
-        let ranks = (k * RANKS).max(k + 1).min(biased.len());
+        let ranks = ranks_told(k, biased.len());
         let order = select_experts(biased, ranks).filter(|_| finite);
         let Some(order) = order else {
             self.runner_ups.extend(std::iter::repeat_n(0, ranks - k));

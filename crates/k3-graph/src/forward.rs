@@ -2,6 +2,7 @@
 
 mod error;
 mod plan;
+mod working;
 
 use std::ops::Range;
 
@@ -16,6 +17,7 @@ use crate::state::{LayerState, SequenceState};
 
 pub use error::{ForwardError, Place, SpanError, TokenError};
 use plan::ExpertPlan;
+pub use working::working_bytes_per_token;
 
 /// Some tokens of one sequence: a prefill chunk, or one token to decode.
 pub struct Span<'a, D: Device> {
@@ -106,7 +108,7 @@ impl<D: Device> Model<D> {
     ///
     /// Each span's result is, bit for bit, what it would be alone and for any split of its tokens into spans.
     /// Weights are read once, and each routed expert that any row needs is fetched once. Working memory grows with
-    /// the number of rows; split a long prompt into chunks.
+    /// the number of rows by [`working_bytes_per_token`] each; split a prompt that is too long for that.
     ///
     /// Malformed input is refused before any state is touched. If the pass itself fails, the states of all its
     /// spans are marked unusable.
@@ -192,13 +194,17 @@ impl<D: Device> Pass<'_, '_, D> {
             Some(score) => Some(self.mix(Point::AttnIn(l), stack, &p, score)?),
             None => self.replacement(Point::AttnIn(l))?,
         };
-        let h = h.as_ref().unwrap_or(&p);
-        self.observe(Point::AttnIn(l), h)?;
-        let x = device.rms_norm(h, &layer.input_layernorm, eps)?;
+        let x = {
+            let h = h.as_ref().unwrap_or(&p);
+            self.observe(Point::AttnIn(l), h)?;
+            device.rms_norm(h, &layer.input_layernorm, eps)?
+        };
+        drop(h);
         let y = match &layer.attention {
             Attention::Kda(weights) => self.kda(l, weights, &x, batch)?,
             Attention::Mla(weights) => self.mla(l, weights, &x, batch)?,
         };
+        drop(x);
         self.observe(Point::AttnOut(l), &y)?;
         let mut p = if l.is_multiple_of(self.model.config.attn_res_block_size) {
             stack.push(p);
@@ -212,6 +218,7 @@ impl<D: Device> Pass<'_, '_, D> {
         let h = self.mix(Point::MlpIn(l), stack, &p, &layer.mlp_res)?;
         self.observe(Point::MlpIn(l), &h)?;
         let x = device.rms_norm(&h, &layer.post_attention_layernorm, eps)?;
+        drop(h);
         let y = match &layer.mlp {
             Mlp::Dense(weights) => self.gated_mlp(weights, &x)?,
             Mlp::Moe(weights) => self.moe(l, weights, &x)?,
@@ -273,9 +280,12 @@ impl<D: Device> Pass<'_, '_, D> {
             a_log: &w.a_log,
             dt_bias: &w.dt_bias,
         };
-        let o = device.kda_step(step, states)?;
+        let mut o = device.kda_step(step, states)?;
+        // What is not needed any more would be the peak of a long prompt.
+        drop((q, k, v, decay, beta));
         let gate = device.linear(&w.g_proj, x)?;
-        let o = device.gated_head_norm(&o, &w.o_norm, &gate, self.model.config.rms_norm_eps)?;
+        o = device.gated_head_norm(&o, &w.o_norm, &gate, self.model.config.rms_norm_eps)?;
+        drop(gate);
         Ok(device.linear(&w.o_proj, &o)?)
     }
 
@@ -296,14 +306,17 @@ impl<D: Device> Pass<'_, '_, D> {
         let q = device.linear(&w.q_b_proj, &cq)?;
         let kv = device.linear(&w.kv_a_proj_with_mqa, x)?;
         device.mla_append(&kv, &w.kv_a_layernorm, LORA_NORM_EPS, states)?;
+        drop(kv);
         let selection = match &w.indexer {
             Some(indexer) => self.index(l, indexer, x, &cq, states)?,
             None => None,
         };
         let attend = MlaAttend { config: &self.model.config.mla, q: &q, kv_b: &w.kv_b_proj };
-        let o = device.mla_attend(attend, selection.as_ref(), states)?;
+        let mut o = device.mla_attend(attend, selection.as_ref(), states)?;
+        drop((cq, q, selection));
         let gate = device.linear(&w.g_proj, x)?;
-        let o = device.sigmoid_gate(&o, &gate)?;
+        o = device.sigmoid_gate(&o, &gate)?;
+        drop(gate);
         Ok(device.linear(&w.o_proj, &o)?)
     }
 
@@ -347,6 +360,7 @@ impl<D: Device> Pass<'_, '_, D> {
         let gate = device.linear(&w.gate_proj, x)?;
         let up = device.linear(&w.up_proj, x)?;
         let inner = device.situ_glu(&gate, &up, self.model.situ_caps())?;
+        drop((gate, up));
         Ok(device.linear(&w.down_proj, &inner)?)
     }
 
@@ -355,6 +369,7 @@ impl<D: Device> Pass<'_, '_, D> {
         let device = &self.model.device;
         let logits = device.linear(&w.gate, x)?;
         let routing = device.route(&logits, &w.e_score_correction_bias, self.model.router_rule())?;
+        drop(logits);
         if self.observer.wants(Probe::Routing) {
             self.observer.routing(l, &routing);
         }
@@ -386,8 +401,9 @@ impl<D: Device> Pass<'_, '_, D> {
         if found != plan.wanted.len() {
             return Err(ForwardError::MissingExperts { layer: l, expected: plan.wanted.len(), found });
         }
-        let r = device.expert_sum(&outputs, &routing)?;
-        let r = device.rms_norm(&r, &w.routed_expert_norm, self.model.config.rms_norm_eps)?;
+        let mut r = device.expert_sum(&outputs, &routing)?;
+        drop((outputs, z));
+        r = device.rms_norm(&r, &w.routed_expert_norm, self.model.config.rms_norm_eps)?;
         let mut y = device.linear(&w.routed_expert_up_proj, &r)?;
         device.add(&mut y, &shared)?;
         Ok(y)

@@ -7,7 +7,7 @@ use k3_experts::{ExpertStore, MappedStore};
 use k3_format::{Checkpoint, OpenOptions};
 use k3_graph::{
     Device, DeviceError, ForwardError, Logits, LogitsWanted, Model, ModelOptions, Observer, SequenceState,
-    Silent, Span, SpanResult, check_tokens,
+    Silent, Span, SpanResult, check_tokens, working_bytes_per_token,
 };
 
 use crate::{Error, RunError};
@@ -20,14 +20,25 @@ pub struct EngineOptions {
     pub open: OpenOptions,
     /// Truncated stacks, and K3.1 without its indexer.
     pub model: ModelOptions,
-    /// Tokens that prefill hands to the model at once. Working memory grows with it; the result does not depend
-    /// on it.
-    pub chunk_tokens: usize,
+    /// Bytes of activations that prefill may keep while it works. A prompt is cut into as few chunks of equal size as
+    /// that allows ([`working_bytes_per_token`]), because every chunk reads the experts it needs again. The result
+    /// does not depend on it.
+    pub activation_bytes: u64,
+    /// Tokens of a chunk at most, whatever they need.
+    pub chunk_tokens: Option<usize>,
 }
+
+/// [`EngineOptions::activation_bytes`]: a prompt of 2,048 tokens is one chunk in the released models.
+pub const ACTIVATION_BYTES: u64 = 2 << 30;
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { open: OpenOptions::default(), model: ModelOptions::default(), chunk_tokens: 512 }
+        Self {
+            open: OpenOptions::default(),
+            model: ModelOptions::default(),
+            activation_bytes: ACTIVATION_BYTES,
+            chunk_tokens: None,
+        }
     }
 }
 
@@ -51,7 +62,8 @@ pub struct Engine<D: Device> {
     model: Model<D>,
     store: Arc<dyn ExpertStore>,
     checkpoint: Arc<Checkpoint>,
-    chunk_tokens: usize,
+    activation_bytes: u64,
+    chunk_tokens: Option<usize>,
 }
 
 /// One sequence: the state, and the ids that led to it.
@@ -147,7 +159,8 @@ impl<D: Device> Engine<D> {
             &mut |layers, of| progress(OpenProgress::Loaded { layers, of }),
         )
         .map_err(|source| Error::Load { dir, source })?;
-        Ok(Self { model, store, checkpoint, chunk_tokens: options.chunk_tokens.max(1) })
+        let (activation_bytes, chunk_tokens) = (options.activation_bytes, options.chunk_tokens);
+        Ok(Self { model, store, checkpoint, activation_bytes, chunk_tokens })
     }
 
     /// The files.
@@ -165,14 +178,26 @@ impl<D: Device> Engine<D> {
         &*self.store
     }
 
-    /// Tokens that prefill hands to the model at once.
+    /// Tokens that prefill hands to the model at once, at most.
     pub fn chunk_tokens(&self) -> usize {
-        self.chunk_tokens
+        self.most_tokens(LogitsWanted::Last)
     }
 
     /// Changes [`EngineOptions::chunk_tokens`]. No result depends on it.
     pub fn set_chunk_tokens(&mut self, tokens: usize) {
-        self.chunk_tokens = tokens.max(1);
+        self.chunk_tokens = Some(tokens);
+    }
+
+    /// Tokens of a chunk at most, if these logits are wanted of it.
+    fn most_tokens(&self, wanted: LogitsWanted) -> usize {
+        let bytes = working_bytes_per_token(self.model.config(), D::VALUE_BYTES, wanted).max(1);
+        let fitting = usize::try_from(self.activation_bytes / bytes).unwrap_or(usize::MAX);
+        self.chunk_tokens.unwrap_or(fitting).max(1)
+    }
+
+    /// Passes that [`Engine::run`] makes for so many tokens.
+    pub fn passes(&self, tokens: usize, wanted: LogitsWanted) -> usize {
+        tokens.div_ceil(self.most_tokens(wanted))
     }
 
     /// A sequence without tokens.
@@ -210,7 +235,9 @@ impl<D: Device> Engine<D> {
         Ok(results)
     }
 
-    /// Consumes `tokens` in chunks, with an observer, and returns the logits wanted.
+    /// Consumes `tokens` in as few chunks as [`EngineOptions::activation_bytes`] allows, with an observer, and returns
+    /// the logits wanted. Each chunk goes through all layers before the next, so of a prompt that is one chunk every
+    /// expert is read at most once.
     ///
     /// A prompt that cannot be run as a whole is refused before any of it is consumed, and never cut.
     pub fn run(
@@ -222,9 +249,9 @@ impl<D: Device> Engine<D> {
     ) -> Result<Logits, RunError> {
         check_tokens(self.model.config(), tokens, sequence.position())?;
         let mut logits = Logits::default();
-        let chunks = tokens.chunks(self.chunk_tokens);
+        let chunks = equal_chunks(tokens, self.passes(tokens.len(), wanted));
         let last = chunks.len() - 1;
-        for (i, chunk) in chunks.enumerate() {
+        for (i, chunk) in chunks.into_iter().enumerate() {
             let want = match wanted {
                 LogitsWanted::Last if i < last => LogitsWanted::None,
                 other => other,
@@ -235,5 +262,38 @@ impl<D: Device> Engine<D> {
             logits.values.extend(part.values);
         }
         Ok(logits)
+    }
+}
+
+/// `tokens` in `n` pieces, the longest one token longer than the shortest.
+fn equal_chunks(mut tokens: &[u32], n: usize) -> Vec<&[u32]> {
+    (0..n)
+        .map(|i| {
+            let (chunk, rest) = tokens.split_at(tokens.len().div_ceil(n - i));
+            tokens = rest;
+            chunk
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::equal_chunks;
+
+    #[track_caller]
+    fn check(tokens: u32, n: usize, expected: &[usize]) {
+        let tokens: Vec<u32> = (0..tokens).collect();
+        let chunks = equal_chunks(&tokens, n);
+        assert_eq!(chunks.iter().map(|c| c.len()).collect::<Vec<_>>(), expected);
+        assert_eq!(chunks.concat(), tokens);
+    }
+
+    #[test]
+    fn chunks_are_of_equal_size() {
+        check(1, 1, &[1]);
+        check(2048, 1, &[2048]);
+        check(513, 2, &[257, 256]);
+        check(7, 3, &[3, 2, 2]);
+        check(4, 4, &[1, 1, 1, 1]);
     }
 }

@@ -31,7 +31,7 @@ fn hash(
     chunk: usize,
 ) -> LogitsHash {
     let mut options = EngineOptions::default();
-    options.chunk_tokens = chunk;
+    options.chunk_tokens = Some(chunk);
     let device = Cpu::new(threads).unwrap();
     let engine = Engine::with_store(checkpoint.clone(), store, device, &options, &mut |_| {}).unwrap();
     let mut sequence = engine.new_sequence().unwrap();
@@ -103,8 +103,8 @@ fn a_long_prompt_needs_no_more_than_a_token_does() {
     let store = Arc::new(slab(&checkpoint, &reader, 4, SlabOptions::default()));
     assert_eq!(run(store.clone()), run(Arc::new(MappedStore::new(checkpoint.clone()))));
     assert_eq!(store.buffers(), 4);
-    // Three chunks of 512 tokens: no expert is read more than three times.
-    assert!(store.counters().misses <= 3 * 12 * 16);
+    // One chunk: no expert is read twice.
+    assert!(store.counters().misses <= 12 * 16);
 }
 
 /// What a wider chunk reads once, narrow ones read again.
@@ -120,4 +120,41 @@ fn bytes_for_a_prompt_fall_with_the_chunk() {
         assert!(read < before, "{read} bytes with chunks of {chunk}, {before} with smaller ones");
         before = read;
     }
+}
+
+/// A prompt of 2,048 tokens is one chunk: no expert is asked for twice, whatever the store keeps.
+#[test]
+fn a_prompt_of_2048_tokens_asks_for_each_expert_at_most_once() {
+    let checkpoint = open("tiny-k31");
+    let store = Arc::new(MappedStore::new(checkpoint.clone()));
+    let device = Cpu::new(2).unwrap();
+    let options = EngineOptions::default();
+    let engine =
+        Engine::with_store(checkpoint.clone(), store.clone(), device, &options, &mut |_| {}).unwrap();
+    let ids: Vec<u32> = (0..2048).map(|i| 3 + i * 7919 % 500).collect();
+    engine.prefill(&mut engine.new_sequence().unwrap(), &ids).unwrap();
+    let moe = &checkpoint.config().moe;
+    let requested = store.counters().requested;
+    assert!(requested <= 12 * moe.num_experts as u64, "{requested} experts");
+    assert_eq!(store.counters().bytes, requested * checkpoint.experts().layout().len as u64);
+}
+
+/// A budget that is too small for the prompt cuts it, and every chunk asks anew; the logits stay.
+#[test]
+fn the_activation_budget_cuts_the_prompt_and_changes_no_bit() {
+    let checkpoint = open("tiny-k31");
+    let mut found = Vec::new();
+    for activation_bytes in [1, 1 << 20, 2 << 30] {
+        let store = Arc::new(MappedStore::new(checkpoint.clone()));
+        let mut options = EngineOptions::default();
+        options.activation_bytes = activation_bytes;
+        let device = Cpu::new(2).unwrap();
+        let engine =
+            Engine::with_store(checkpoint.clone(), store.clone(), device, &options, &mut |_| {}).unwrap();
+        let ids: Vec<u32> = (0..100).map(|i| 3 + i * 7919 % 500).collect();
+        let logits = engine.run(&mut engine.new_sequence().unwrap(), &ids, LogitsWanted::Last, &mut Silent);
+        found.push((LogitsHash::of(&logits.unwrap().values), store.counters().requested));
+    }
+    assert!(found.iter().all(|(hash, _)| *hash == found[0].0), "{found:?}");
+    assert!(found.is_sorted_by(|a, b| a.1 > b.1), "{found:?}");
 }
