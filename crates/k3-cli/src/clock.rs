@@ -69,8 +69,9 @@ impl Clock {
         let (first, before, after) = self.rates(prompt, completion);
         tell(format_args!(
             "first token after {first:.2?} ({before:.2} prompt tokens/s, {:.2} MB of experts a prompt token), \
-             then {after:.2} tokens/s; experts: {}\n",
+             then {after:.2} tokens/s; experts{}: {}\n",
             self.prompt_bytes as f64 / 1e6 / prompt.max(1) as f64,
+            engine.deviation(),
             engine.store().counters()
         ));
     }

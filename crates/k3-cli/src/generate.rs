@@ -188,7 +188,7 @@ fn chat<D: Device>(
         tell(format_args!("repaired in the reply: {}\n", names.join(", ")));
     }
     clock.report(engine, usage.prompt_tokens, usage.completion_tokens);
-    tell(format_args!("logits_hash {logits_hash}\n"));
+    tell(format_args!("logits_hash {logits_hash}{}\n", engine.deviation()));
     out.finish().context("writing the reply to stdout")
 }
 
@@ -236,7 +236,7 @@ fn complete<D: Device>(
         tokens.len()
     ));
     clock.report(engine, ids.len(), tokens.len());
-    tell(format_args!("logits_hash {logits_hash}\n"));
+    tell(format_args!("logits_hash {logits_hash}{}\n", engine.deviation()));
     out.finish().context("writing the reply to stdout")
 }
 

@@ -58,6 +58,10 @@ pub(crate) struct ModelArgs {
     /// Run K3.1 without its indexer: another function than it was trained for, past the indexer's budget
     #[arg(long)]
     ignore_indexer: bool,
+    /// Use of each token's experts only the first, up to this share of their weight, and read no others: faster, and
+    /// another function than the model was trained for
+    #[arg(long, value_name = "P")]
+    routed_top_p: Option<f64>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -89,7 +93,9 @@ impl ModelArgs {
         let mut options = EngineOptions::default();
         options.activation_bytes = self.activation_budget;
         options.chunk_tokens = self.chunk;
-        options.model = ModelOptions::default().with_ignore_indexer(self.ignore_indexer);
+        options.model = ModelOptions::default()
+            .with_ignore_indexer(self.ignore_indexer)
+            .with_routed_top_p(self.routed_top_p);
         let checkpoint = Arc::new(Checkpoint::open(&dir, &options.open)?);
         if is_demonstration {
             tell(format_args!(
@@ -148,8 +154,9 @@ impl Snapshot {
         clock.clear();
         tell(format_args!("{experts}\n"));
         tell(format_args!(
-            "{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {max_tokens} tokens\n",
+            "{}{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {max_tokens} tokens\n",
             self.checkpoint.variant(),
+            engine.deviation(),
             engine.model().device().kind(),
             sampling.temperature,
             sampling.top_k,

@@ -200,6 +200,12 @@ impl<D: Device> Engine<D> {
         tokens.div_ceil(self.most_tokens(wanted))
     }
 
+    /// What makes this another function than the model's own and is to be said beside every hash of its logits: nothing,
+    /// or ` (routed top-p 0.9)`.
+    pub fn deviation(&self) -> String {
+        self.model.routed_top_p().map_or_else(String::new, |p| format!(" (routed top-p {p})"))
+    }
+
     /// A sequence without tokens.
     pub fn new_sequence(&self) -> Result<Sequence<D>, DeviceError> {
         Ok(Sequence { state: self.model.new_state()?, tokens: Vec::new() })

@@ -10,7 +10,7 @@ use k3_experts::policy::PolicyName;
 use k3_experts::slab::{Buffered, Direct, Reader};
 use k3_experts::{ExpertStore, MappedStore, SlabOptions, SlabStore};
 use k3_format::{Checkpoint, OpenOptions};
-use k3_graph::{Cpu, LogitsWanted, Silent};
+use k3_graph::{Cpu, Device, LogitsWanted, ModelOptions, Reference, Silent};
 use k3_runner::{Engine, EngineOptions, LogitsHash};
 
 use hostile::Hostile;
@@ -157,4 +157,45 @@ fn the_activation_budget_cuts_the_prompt_and_changes_no_bit() {
     }
     assert!(found.iter().all(|(hash, _)| *hash == found[0].0), "{found:?}");
     assert!(found.is_sorted_by(|a, b| a.1 > b.1), "{found:?}");
+}
+
+/// Experts behind the share of weight are not asked for, and both devices leave out the same ones.
+#[test]
+fn routed_top_p_asks_for_fewer_experts() {
+    let checkpoint = open("tiny-k31");
+    let ids: Vec<u32> = (0..40).map(|i| 3 + i * 7919 % 500).collect();
+    let mut before = u64::MAX;
+    for p in [None, Some(0.8), Some(0.5), Some(1e-9)] {
+        let mut options = EngineOptions::default();
+        options.model = ModelOptions::default().with_routed_top_p(p);
+        let mut logits = Vec::new();
+        let mut requested = Vec::new();
+        let store = Arc::new(MappedStore::new(checkpoint.clone()));
+        let device = Cpu::new(2).unwrap();
+        let engine =
+            Engine::with_store(checkpoint.clone(), store.clone(), device, &options, &mut |_| {}).unwrap();
+        decode(&engine, &ids, &mut logits);
+        requested.push(store.counters().requested);
+        let store = Arc::new(MappedStore::new(checkpoint.clone()));
+        let engine = Engine::with_store(checkpoint.clone(), store.clone(), Reference, &options, &mut |_| {});
+        decode(&engine.unwrap(), &ids, &mut logits);
+        requested.push(store.counters().requested);
+        assert_eq!(requested[0], requested[1], "{p:?}");
+        assert!(requested[0] < before, "{p:?}: {requested:?}");
+        before = requested[0];
+        let (cpu, reference) = logits.split_at(logits.len() / 2);
+        let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| v * v).sum::<f32>().sqrt();
+        let distance = square(&mut cpu.iter().zip(reference).map(|(a, b)| a - b));
+        assert!(distance < 1e-4 * square(&mut reference.iter().copied()), "{p:?}: {distance}");
+    }
+    // One expert a token and layer at the least.
+    assert_eq!(before, 40 * 12);
+}
+
+/// Token by token.
+fn decode<D: Device>(engine: &Engine<D>, ids: &[u32], logits: &mut Vec<f32>) {
+    let mut sequence = engine.new_sequence().unwrap();
+    for id in ids {
+        logits.extend(engine.decode(&mut sequence, *id).unwrap().values);
+    }
 }

@@ -33,7 +33,7 @@ impl ExpertPlan {
             }
             choices.extend_from_slice(ids);
             choices.extend_from_slice(&routing.runner_ups[row * behind..(row + 1) * behind]);
-            for (rank, &id) in ids.iter().enumerate() {
+            for (rank, &id) in ids[..routing.used(row)].iter().enumerate() {
                 uses[id as usize].push(ExpertUse { row, slot: row * k + rank });
                 best_rank[id as usize] = best_rank[id as usize].min(rank);
             }

@@ -417,18 +417,31 @@ fn index_both<D: Device>(d: &D, heads: usize, dim: usize, calls: &[usize]) -> (V
 #[test]
 fn router() {
     agree!(route_weights(1, 17, 16));
-    agree!(route_weights(5, 37, 4));
+    agree!(route_weights(5, 37, 4, None));
+    agree!(route_weights(5, 37, 4, Some(0.6)));
     let ids = |routing: k3_graph::Routing| routing.ids;
-    assert_eq!(ids(route(&cpu(), 5, 37, 4)), ids(route(&Reference, 5, 37, 4)));
+    assert_eq!(ids(route(&cpu(), 5, 37, 4, None)), ids(route(&Reference, 5, 37, 4, None)));
 }
 
-fn route_weights<D: Device>(d: &D, rows: usize, experts: usize, k: usize) -> Vec<f32> {
-    route(d, rows, experts, k).weights.iter().map(|&w| w as f32).collect()
+fn route_weights<D: Device>(
+    d: &D,
+    rows: usize,
+    experts: usize,
+    k: usize,
+    top_p: Option<f64>,
+) -> Vec<f32> {
+    route(d, rows, experts, k, top_p).weights.iter().map(|&w| w as f32).collect()
 }
 
-fn route<D: Device>(d: &D, rows: usize, experts: usize, k: usize) -> k3_graph::Routing {
+fn route<D: Device>(
+    d: &D,
+    rows: usize,
+    experts: usize,
+    k: usize,
+    top_p: Option<f64>,
+) -> k3_graph::Routing {
     let rng = &mut Lcg::new(16);
-    let rule = RouterRule { experts_per_token: k, renormalize: true, scaling_factor: 2.5 };
+    let rule = RouterRule { experts_per_token: k, renormalize: true, scaling_factor: 2.5, top_p };
     let (logits, bias) = (random(d, rng, rows, experts, 3.0), vector(d, rng, experts, 0.2));
     d.route(&logits, &bias, rule).unwrap()
 }
@@ -461,6 +474,7 @@ fn experts<D: Device>(d: &D, format: WeightFormat) -> Vec<f32> {
         experts_per_token: 2,
         ids: vec![8, 3, 3, 0, 3, 8, 0, 8],
         weights: rng.values(8, 1.0).iter().map(|&w| f64::from(w)).collect(),
+        used: Vec::new(),
         runner_ups: Vec::new(),
         gaps: vec![1.0; 4],
         non_finite: Vec::new(),
