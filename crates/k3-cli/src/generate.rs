@@ -37,6 +37,9 @@ pub(crate) struct Args {
     /// Go on past end tokens, for benchmarks
     #[arg(long)]
     ignore_eos: bool,
+    /// Write which experts every token chose, for `cargo xtask simulate --trace`
+    #[arg(long, value_name = "FILE")]
+    record_routing: Option<PathBuf>,
     /// One JSON event a line on stdout, and the whole reply with its usage as the last line; for conversations
     #[arg(long, conflicts_with_all = ["raw", "ids"])]
     json: bool,
@@ -104,13 +107,20 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     check_tokens(config, ids, 0).context("the prompt cannot be run")?;
     Sampler::new(generate.sampling.clone(), Vec::new())?;
 
-    let engine = snapshot.load(device, &generate.sampling, generate.max_tokens)?;
+    let mut engine = snapshot.load(device, &generate.sampling, generate.max_tokens)?;
+    if let Some(file) = &args.record_routing {
+        engine.record_routing(file)?;
+    }
     match task {
         Task::Chat(tokenizer, ids, channel) => {
-            chat(args, &Chatter::new(&engine, tokenizer)?, &engine, &ids, channel, &generate)
+            chat(args, &Chatter::new(&engine, tokenizer)?, &engine, &ids, channel, &generate)?;
         }
-        Task::Plain(tokenizer, ids) => complete(&engine, &ids, tokenizer.as_ref(), &generate),
+        Task::Plain(tokenizer, ids) => complete(&engine, &ids, tokenizer.as_ref(), &generate)?,
     }
+    if let (Some(file), Some(tokens)) = (&args.record_routing, engine.finish_recording()?) {
+        tell(format_args!("routing of {tokens} tokens in {}\n", file.display()));
+    }
+    Ok(())
 }
 
 /// The chat request, and its JSON for the fields that are not the encoder's.

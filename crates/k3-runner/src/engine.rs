@@ -1,7 +1,7 @@
 //! A checkpoint on a device, and sequences on it.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use k3_experts::{ExpertStore, MappedStore};
 use k3_format::{Checkpoint, OpenOptions};
@@ -10,7 +10,8 @@ use k3_graph::{
     Silent, Span, SpanResult, check_tokens, working_bytes_per_token,
 };
 
-use crate::{Error, RunError};
+use crate::record::{Recorder, Recording};
+use crate::{Error, RecordError, RunError};
 
 /// How to open a checkpoint.
 #[derive(Clone, Debug)]
@@ -64,6 +65,7 @@ pub struct Engine<D: Device> {
     checkpoint: Arc<Checkpoint>,
     activation_bytes: u64,
     chunk_tokens: Option<usize>,
+    recorder: Option<Mutex<Recorder>>,
 }
 
 /// One sequence: the state, and the ids that led to it.
@@ -160,7 +162,7 @@ impl<D: Device> Engine<D> {
         )
         .map_err(|source| Error::Load { dir, source })?;
         let (activation_bytes, chunk_tokens) = (options.activation_bytes, options.chunk_tokens);
-        Ok(Self { model, store, checkpoint, activation_bytes, chunk_tokens })
+        Ok(Self { model, store, checkpoint, activation_bytes, chunk_tokens, recorder: None })
     }
 
     /// The files.
@@ -221,6 +223,27 @@ impl<D: Device> Engine<D> {
         self.run(sequence, &[token], LogitsWanted::Last, &mut Silent)
     }
 
+    /// Records from now on which experts every token chooses, those that nearly came behind them, as a trace in `path`
+    /// ([`k3_experts::trace`]). It is written pass by pass under another name, and has its own when
+    /// [`Engine::finish_recording`] returns. Passes of an engine that records take turns.
+    ///
+    /// # Errors
+    /// [`RecordError`].
+    pub fn record_routing(&mut self, path: impl AsRef<Path>) -> Result<(), RecordError> {
+        let recorder = Recorder::create(path.as_ref(), self.model.config(), self.model.num_layers())?;
+        self.recorder = Some(Mutex::new(recorder));
+        Ok(())
+    }
+
+    /// Ends a recording, and returns the number of tokens in it; `None` if there is none.
+    ///
+    /// # Errors
+    /// [`RecordError::Write`], also for what went wrong on the way: a run goes on without its recording.
+    pub fn finish_recording(&mut self) -> Result<Option<usize>, RecordError> {
+        let recorder = self.recorder.take().map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));
+        recorder.map(Recorder::finish).transpose()
+    }
+
     /// One forward pass over several sequences: weights and experts are read once for all of them. Each gets, bit for
     /// bit, what it would get alone, and fails alone; working memory grows with the number of tokens.
     pub fn step(
@@ -232,7 +255,16 @@ impl<D: Device> Engine<D> {
             .iter_mut()
             .map(|s| Span { state: &mut s.sequence.state, tokens: s.tokens, logits: s.logits })
             .collect();
-        let results = self.model.forward(&mut spans, &*self.store, observer)?;
+        let results = match &self.recorder {
+            None => self.model.forward(&mut spans, &*self.store, observer)?,
+            Some(recorder) => {
+                let recorder = &mut *recorder.lock().unwrap_or_else(PoisonError::into_inner);
+                let observer = &mut Recording { recorder, inner: observer };
+                let results = self.model.forward(&mut spans, &*self.store, observer);
+                observer.recorder.end_pass(results.is_ok());
+                results?
+            }
+        };
         for (step, result) in batch.iter_mut().zip(&results) {
             if result.is_ok() {
                 step.sequence.tokens.extend_from_slice(step.tokens);

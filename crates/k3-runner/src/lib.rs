@@ -24,6 +24,7 @@ mod conversation;
 mod engine;
 mod error;
 mod generate;
+mod record;
 mod sampler;
 mod saved;
 
@@ -32,6 +33,7 @@ pub use conversation::{Conversation, Turn};
 pub use engine::{ACTIVATION_BYTES, Engine, EngineOptions, OpenProgress, Sequence, Step};
 pub use error::{Error, RunError};
 pub use generate::{Event, Finish, Generate, Generation};
+pub use record::RecordError;
 pub use sampler::{Sampler, Sampling, SamplingError};
 pub use saved::SavedStateError;
 
