@@ -74,7 +74,35 @@ pub struct Expert {
 }
 
 /// Experts in order of arrival. Each requested expert comes exactly once, or an error comes in its place.
-pub type Arrivals<'a> = Box<dyn Iterator<Item = Result<Expert, ExpertError>> + Send + 'a>;
+pub type Arrivals<'a> = Box<dyn Arrive + 'a>;
+
+/// What [`ExpertStore::fetch`] gives: an iterator whose `next` waits.
+pub trait Arrive: Iterator<Item = Result<Expert, ExpertError>> + Send {
+    /// The next one if it can be had without waiting for a read. `None` says nothing of what is still to come.
+    fn next_ready(&mut self) -> Option<Result<Expert, ExpertError>>;
+}
+
+/// Arrivals of a store that never waits: whatever comes next is there.
+#[derive(Clone, Debug)]
+pub struct Ready<I>(pub I);
+
+impl<I: Iterator> Iterator for Ready<I> {
+    type Item = I::Item;
+
+    fn next(&mut self) -> Option<I::Item> {
+        self.0.next()
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.0.size_hint()
+    }
+}
+
+impl<I: Iterator<Item = Result<Expert, ExpertError>> + Send> Arrive for Ready<I> {
+    fn next_ready(&mut self) -> Option<Result<Expert, ExpertError>> {
+        self.0.next()
+    }
+}
 
 /// A source of routed experts.
 pub trait ExpertStore: Send + Sync {

@@ -190,6 +190,17 @@ pub trait Device: Send + Sync {
         caps: SituCaps,
         out: &mut Self::Act,
     ) -> Result<(), DeviceError>;
+    /// [`Device::expert_ffn`] of several experts that are there at once: the same results, and one start for all of them
+    /// where a device gains from it.
+    fn experts_ffn(
+        &self,
+        experts: Vec<(Expert, Vec<ExpertUse>)>,
+        z: &Self::Act,
+        caps: SituCaps,
+        out: &mut Self::Act,
+    ) -> Result<(), DeviceError> {
+        experts.into_iter().try_for_each(|(expert, uses)| self.expert_ffn(expert, z, &uses, caps, out))
+    }
     /// `sum_j weight[r][j] * outputs[r * k + j]` for every row `r`, in rank order `j`.
     fn expert_sum(&self, outputs: &Self::Act, routing: &Routing) -> Result<Self::Act, DeviceError>;
 

@@ -391,11 +391,20 @@ impl<D: Device> Pass<'_, '_, D> {
         let latent = self.model.config.moe.routed_expert_hidden_size;
         let mut outputs = device.expert_outputs(routing.ids.len(), latent)?;
         let mut found = 0;
-        for expert in &mut arrivals {
-            let expert = expert?;
-            let uses = plan.take(l, &expert, &self.model.config.moe)?;
-            device.expert_ffn(expert, &z, &uses, self.model.situ_caps(), &mut outputs)?;
-            found += 1;
+        // Working memory is that of half the rows, or of one expert that more of them use.
+        let most = routing.experts_per_token;
+        let enough = (routing.gaps.len() / 2).max(most);
+        while let Some(first) = arrivals.next() {
+            // What is here already is computed together, while the others are being read.
+            let mut group = vec![plan.take(l, first?, &self.model.config.moe)?];
+            let mut uses = group[0].1.len();
+            while group.len() < most && uses < enough {
+                let Some(more) = arrivals.next_ready() else { break };
+                group.push(plan.take(l, more?, &self.model.config.moe)?);
+                uses += group[group.len() - 1].1.len();
+            }
+            found += group.len();
+            device.experts_ffn(group, &z, self.model.situ_caps(), &mut outputs)?;
         }
         drop(arrivals);
         if found != plan.wanted.len() {

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use k3_experts::MappedStore;
-use k3_format::{AttentionKind, Checkpoint, IndexerConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig, OpenOptions};
+use k3_format::{
+    AttentionKind, Checkpoint, IndexerConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig, OpenOptions,
+};
 use k3_graph::{Cpu, Device, LogitsWanted, Model, ModelOptions, Silent, Span, working_bytes_per_token};
 use peak_alloc::PeakAlloc;
 
@@ -35,17 +37,21 @@ fn what_is_foreseen_is_what_is_needed() {
         let (config, store) = (checkpoint.config().clone(), MappedStore::new(checkpoint.clone()));
         let device = Cpu::new(2).unwrap();
         let model =
-            Model::load(device, config.clone(), &*checkpoint, &ModelOptions::default(), &mut |_, _| {}).unwrap();
+            Model::load(device, config.clone(), &*checkpoint, &ModelOptions::default(), &mut |_, _| {})
+                .unwrap();
         // The threads take what they need first.
         measured(&model, &store, 40, LogitsWanted::All);
         for logits in [LogitsWanted::Last, LogitsWanted::All] {
             // The difference of two lengths: what does not grow cancels out.
-            let (short, long) = (600, 1400);
+            let (short, long) = (100, 300);
             let needed = measured(&model, &store, long, logits) - measured(&model, &store, short, logits);
             let needed = needed as f64 / (long - short) as f64;
             let foreseen = working_bytes_per_token(&config, Cpu::VALUE_BYTES, logits) as f64;
             println!("{name} {logits:?}: foreseen {foreseen}, needed {needed:.0}");
-            assert!((1.0..1.2).contains(&(foreseen / needed)), "{name} {logits:?}: {foreseen} against {needed}");
+            assert!(
+                (1.0..1.2).contains(&(foreseen / needed)),
+                "{name} {logits:?}: {foreseen} against {needed}"
+            );
         }
     }
     assert!(released() * 2048 < 2 << 30, "{} bytes a token", released());

@@ -60,7 +60,12 @@ fn what_is_recorded_is_what_was_chosen() {
         let mut token = [0; 13];
         for (layer, chosen) in seen.0 {
             for ids in chosen.chunks(4) {
-                assert_eq!(trace.routed(token[layer], layer - 1), ids, "token {} of layer {layer}", token[layer]);
+                assert_eq!(
+                    trace.routed(token[layer], layer - 1),
+                    ids,
+                    "token {} of layer {layer}",
+                    token[layer]
+                );
                 let mut all = trace.ranked(token[layer], layer - 1).to_vec();
                 all.sort_unstable();
                 assert_eq!(all, (0..16).collect::<Vec<_>>());
@@ -89,12 +94,8 @@ fn only_whole_passes_are_recorded() {
     let mut engine = open(None, None);
     engine.record_routing(&path).unwrap();
     let generate = |max_tokens, events: &mut dyn FnMut(Event) -> ControlFlow<()>| {
-        let request = Generate {
-            max_tokens,
-            sampling: Sampling::greedy(),
-            ignore_eos: true,
-            ..Generate::default()
-        };
+        let request =
+            Generate { max_tokens, sampling: Sampling::greedy(), ignore_eos: true, ..Generate::default() };
         engine.generate(&mut engine.new_sequence().unwrap(), &[5, 6, 7], &request, events).unwrap()
     };
     assert_eq!(generate(3, &mut |_| ControlFlow::Break(())).finish, Finish::Cancelled);

@@ -301,7 +301,10 @@ fn a_state_of_another_routed_top_p_is_refused() {
     let engines = [None, Some(1.0), Some(0.5), Some(0.7)].map(open);
     assert_eq!(hash(&engines[0]), hash(&engines[1]), "1 leaves nothing out");
     assert_ne!(hash(&engines[0]), hash(&engines[2]));
-    assert_eq!(engines.each_ref().map(Engine::deviation), ["", "", " (routed top-p 0.5)", " (routed top-p 0.7)"]);
+    assert_eq!(
+        engines.each_ref().map(Engine::deviation),
+        ["", "", " (routed top-p 0.5)", " (routed top-p 0.7)"]
+    );
     for (i, from) in engines.iter().enumerate() {
         let mut sequence = from.new_sequence().unwrap();
         from.prefill(&mut sequence, &prompt(9)).unwrap();

@@ -3,6 +3,7 @@
 //! Every element of a result is computed by one task in one fixed order, so threads and batch change nothing.
 //! Dot products have the reduction shape of [`k3_quant::cpu`]; exponentials are taken in f64 and rounded once.
 
+mod experts;
 mod kda;
 mod mla;
 
@@ -379,14 +380,17 @@ impl Device for Cpu {
         caps: SituCaps,
         out: &mut Rows,
     ) -> Result<(), DeviceError> {
-        let y = self.pool.install(|| {
-            let z = gather(z, uses.iter().map(|u| u.row));
-            let inner = situ(&linear(&expert.w1, &z), &linear(&expert.w3, &z), caps);
-            linear(&expert.w2, &inner)
-        });
-        for (i, u) in uses.iter().enumerate() {
-            out.values[u.slot * y.width..(u.slot + 1) * y.width].copy_from_slice(y.row(i));
-        }
+        self.experts_ffn(vec![(expert, uses.to_vec())], z, caps, out)
+    }
+
+    fn experts_ffn(
+        &self,
+        experts: Vec<(Expert, Vec<ExpertUse>)>,
+        z: &Rows,
+        caps: SituCaps,
+        out: &mut Rows,
+    ) -> Result<(), DeviceError> {
+        self.pool.install(|| experts::ffn(experts, z, caps, out));
         Ok(())
     }
 

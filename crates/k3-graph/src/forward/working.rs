@@ -77,9 +77,10 @@ fn mla(config: &ModelConfig) -> usize {
     let query = c.q_lora_rank + product(q, c.q_lora_rank);
     let held = c.q_lora_rank + q;
     // Selected positions are 4 bytes each, which is a value at least.
-    let (index, selected) = config.indexer.as_ref().map_or((0, 0), |i| {
-        (product(i.n_heads * i.head_dim, c.q_lora_rank) + i.n_heads + i.topk, i.topk)
-    });
+    let (index, selected) = config
+        .indexer
+        .as_ref()
+        .map_or((0, 0), |i| (product(i.n_heads * i.head_dim, c.q_lora_rank) + i.n_heads + i.topk, i.topk));
     let attend = held + selected + 2 * o;
     let gate = o + product(o, e);
     let out = o + product(e, o);
@@ -93,8 +94,7 @@ fn gated_mlp(config: &ModelConfig, inner: usize) -> usize {
 
 fn moe(config: &ModelConfig, value_bytes: usize) -> usize {
     let (e, c) = (config.hidden_size, &config.moe);
-    let (k, latent, inner) =
-        (c.num_experts_per_token, c.routed_expert_hidden_size, c.moe_intermediate_size);
+    let (k, latent, inner) = (c.num_experts_per_token, c.routed_expert_hidden_size, c.moe_intermediate_size);
     let ranks = ranks_told(k, c.num_experts);
     // Ids, weights and runners-up of the routing; what goes to the store, and for each expert the rows that use it.
     let routing = (12 * k + 4 * (ranks - k) + 8 + 4 * ranks + 32 * k).div_ceil(value_bytes);
@@ -102,8 +102,9 @@ fn moe(config: &ModelConfig, value_bytes: usize) -> usize {
     let shared = routing + gated_mlp(config, c.shared_intermediate_size());
     let to_latent = routing + e + product(latent, e);
     let held = routing + e + latent + k * latent;
-    // At most as many rows at once as the pass has: operands, gate and up, their product, the result.
-    let expert = latent + product(inner, latent) + inner + product(latent, inner);
+    // An expert that all rows use: its operand, the inner values by weight row, by row and in the order of the kernels.
+    let expert =
+        latent.next_multiple_of(STEP) + (2 * inner + inner.next_multiple_of(STEP)).max(latent + inner);
     let from_latent = e + latent + product(e, latent);
     router.max(shared).max(to_latent).max(held + expert).max(held + 2 * latent).max(from_latent)
 }

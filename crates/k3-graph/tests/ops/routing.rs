@@ -157,7 +157,8 @@ fn top_p_keeps_the_first_experts_and_their_sum() {
         let expected: Vec<f64> = expected.iter().map(|w| w * 2.5).collect();
         check(&logits, &[0.0; 4], rule, &[1, 3, 2, 0], &expected);
         let used = expected.iter().filter(|w| **w > 0.0).count();
-        for routing in [route(&Reference, &logits, &[0.0; 4], rule), route(&cpu(), &logits, &[0.0; 4], rule)] {
+        for routing in [route(&Reference, &logits, &[0.0; 4], rule), route(&cpu(), &logits, &[0.0; 4], rule)]
+        {
             assert_eq!((routing.used(0), routing.used.as_slice()), (used, &[used][..]), "{p}");
             let sum: f64 = routing.weights.iter().sum();
             assert!((sum - 2.5).abs() < 1e-12, "{p}: {sum}");

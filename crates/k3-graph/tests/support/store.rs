@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use k3_experts::{
-    Arrivals, Completion, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase,
+    Arrivals, Completion, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase, Ready,
 };
 use k3_format::ModelConfig;
 use k3_quant::{E8M0, Matrix, MatrixData, WeightFormat};
@@ -114,7 +114,7 @@ impl ExpertStore for MemoryStore {
             Some(Fault::Unasked { layer: l, expert }) if l == layer => ids.push(expert),
             _ => {}
         }
-        Box::new(ids.into_iter().map(move |id| {
+        Box::new(Ready(ids.into_iter().map(move |id| {
             if self.fault == Some(Fault::Unreadable { layer, expert: id }) {
                 let source = "the disk said no".into();
                 return Err(ExpertError::Read { layer, expert: id, source });
@@ -127,7 +127,7 @@ impl ExpertStore for MemoryStore {
                 expert.w3 = random_matrix(WeightFormat::Mxfp4, rows, cols, &mut Lcg::new(0));
             }
             Ok(expert)
-        }))
+        })))
     }
 
     /// Everything stays in memory anyway.
