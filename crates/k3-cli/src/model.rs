@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use k3_format::{Checkpoint, GenerationConfig};
-use k3_graph::{Device, ModelOptions};
+use k3_graph::{Device, Lookahead, ModelOptions};
 use k3_runner::{Engine, EngineOptions, OpenProgress, Sampling, check_vocabulary};
 use k3_tokenizer::Tokenizer;
 
@@ -55,6 +55,9 @@ pub(crate) struct ModelArgs {
     chunk: Option<usize>,
     #[command(flatten)]
     store: StoreArgs,
+    /// What the next layer's router is given early, to read experts ahead while decoding; not for the mapped store
+    #[arg(long, value_enum, default_value_t = LookaheadName::Input)]
+    lookahead: LookaheadName,
     /// Run K3.1 without its indexer: another function than it was trained for, past the indexer's budget
     #[arg(long)]
     ignore_indexer: bool,
@@ -62,6 +65,16 @@ pub(crate) struct ModelArgs {
     /// another function than the model was trained for
     #[arg(long, value_name = "P")]
     routed_top_p: Option<f64>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LookaheadName {
+    /// Nothing: no expert is read before it is asked for
+    Off,
+    /// What this layer's experts get
+    Input,
+    /// The same, with the output of this layer's shared experts
+    Shared,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -95,7 +108,12 @@ impl ModelArgs {
         options.chunk_tokens = self.chunk;
         options.model = ModelOptions::default()
             .with_ignore_indexer(self.ignore_indexer)
-            .with_routed_top_p(self.routed_top_p);
+            .with_routed_top_p(self.routed_top_p)
+            .with_lookahead(match self.lookahead {
+                LookaheadName::Off => Lookahead::Off,
+                LookaheadName::Input => Lookahead::Input,
+                LookaheadName::Shared => Lookahead::Shared,
+            });
         let checkpoint = Arc::new(Checkpoint::open(&dir, &options.open)?);
         if is_demonstration {
             tell(format_args!(

@@ -116,6 +116,11 @@ pub trait ExpertStore: Send + Sync {
     /// ignored.
     fn prefetch(&self, _layer: usize, _experts: &[ExpertId]) {}
 
+    /// Whether guesses are worth making now. A caller that has to compute them asks first.
+    fn wants_guesses(&self) -> bool {
+        false
+    }
+
     /// Gives an expert back that work in flight still reads: its bytes stay until `after` is complete. Handles
     /// complete in the order in which they were given; nobody waits for them.
     fn retire(&self, expert: Expert, after: Box<dyn Completion>);
@@ -142,6 +147,10 @@ pub struct Counters {
     pub bytes: u64,
     /// Bytes read because they were asked for, with what alignment adds.
     pub bytes_demanded: u64,
+    /// Experts read on a guess.
+    pub guesses: u64,
+    /// Of those, asked for while or after they were read.
+    pub guesses_used: u64,
     /// Bytes read on a guess.
     pub bytes_guessed: u64,
     /// Of those, never asked for.
@@ -201,7 +210,8 @@ impl fmt::Display for Counters {
         }
         if self.bytes_guessed > 0 {
             let (guessed, wasted) = (self.bytes_guessed as f64 / 1e9, self.bytes_wasted as f64 / 1e9);
-            write!(f, ", {guessed:.2} GB on guesses, {wasted:.2} of them wasted")?;
+            write!(f, ", {} guesses of which {} were used", self.guesses, self.guesses_used)?;
+            write!(f, " ({guessed:.2} GB, {wasted:.2} of them wasted)")?;
         }
         if self.over_budget > 0 {
             write!(f, ", {} buffers over budget", self.over_budget)?;

@@ -1,6 +1,7 @@
 //! The control flow of the model, exactly once. Sections are those of `docs/arithmetic.md`.
 
 mod error;
+mod lookahead;
 mod plan;
 mod working;
 
@@ -16,6 +17,8 @@ use crate::scalar::{INDEX_NORM_EPS, LORA_NORM_EPS};
 use crate::state::{LayerState, SequenceState};
 
 pub use error::{ForwardError, Place, SpanError, TokenError};
+pub use lookahead::Lookahead;
+use lookahead::NextRouter;
 use plan::ExpertPlan;
 pub use working::working_bytes_per_token;
 
@@ -218,10 +221,19 @@ impl<D: Device> Pass<'_, '_, D> {
         let h = self.mix(Point::MlpIn(l), stack, &p, &layer.mlp_res)?;
         self.observe(Point::MlpIn(l), &h)?;
         let x = device.rms_norm(&h, &layer.post_attention_layernorm, eps)?;
-        drop(h);
         let y = match &layer.mlp {
-            Mlp::Dense(weights) => self.gated_mlp(weights, &x)?,
-            Mlp::Moe(weights) => self.moe(l, weights, &x)?,
+            Mlp::Dense(weights) => {
+                // Nothing is being read meanwhile: the best time for a guess.
+                if let Some(router) = NextRouter::behind(l, self) {
+                    router.guess(self, &h)?;
+                }
+                drop(h);
+                self.gated_mlp(weights, &x)?
+            }
+            Mlp::Moe(weights) => {
+                let next = NextRouter::behind(l, self).map(|router| (router, h));
+                self.moe(l, weights, &x, next)?
+            }
         };
         self.observe(Point::MlpOut(l), &y)?;
         device.add(&mut p, &y)?;
@@ -364,8 +376,14 @@ impl<D: Device> Pass<'_, '_, D> {
         Ok(device.linear(&w.down_proj, &inner)?)
     }
 
-    /// Sections 8.2 and 8.3.
-    fn moe(&mut self, l: usize, w: &Moe<D>, x: &D::Act) -> Result<D::Act, ForwardError> {
+    /// Sections 8.2 and 8.3. `next` is a router to be asked early, and the mix that `x` is the norm of.
+    fn moe(
+        &mut self,
+        l: usize,
+        w: &Moe<D>,
+        x: &D::Act,
+        next: Option<(NextRouter<'_, D>, D::Act)>,
+    ) -> Result<D::Act, ForwardError> {
         let device = &self.model.device;
         let logits = device.linear(&w.gate, x)?;
         let routing = device.route(&logits, &w.e_score_correction_bias, self.model.router_rule())?;
@@ -386,7 +404,15 @@ impl<D: Device> Pass<'_, '_, D> {
             choices: Choices { ids: &plan.choices, ranks: plan.ranks, used: routing.experts_per_token },
             phase: self.phase,
         });
+        let ahead = self.model.lookahead;
+        if let (Some((router, h)), Lookahead::Input) = (&next, ahead) {
+            router.guess(self, h)?;
+        }
         let shared = self.gated_mlp(&w.shared_experts, x)?;
+        if let (Some((router, mut h)), Lookahead::Shared) = (next, ahead) {
+            device.add(&mut h, &shared)?;
+            router.guess(self, &h)?;
+        }
         let z = device.linear(&w.routed_expert_down_proj, x)?;
         let latent = self.model.config.moe.routed_expert_hidden_size;
         let mut outputs = device.expert_outputs(routing.ids.len(), latent)?;
@@ -445,9 +471,9 @@ impl<D: Device> Pass<'_, '_, D> {
             let stack: Vec<D::Act> =
                 stack.iter().map(|s| device.select_rows(s, &rows)).collect::<Result<_, _>>()?;
             let p = device.select_rows(p, &rows)?;
-            let h = self.mix(Point::FinalMix, &stack, &p, &model.output_attn_res)?;
+            let mut h = self.mix(Point::FinalMix, &stack, &p, &model.output_attn_res)?;
             self.observe(Point::FinalMix, &h)?;
-            let h = device.rms_norm(&h, &model.norm, model.config.rms_norm_eps)?;
+            h = device.rms_norm(&h, &model.norm, model.config.rms_norm_eps)?;
             self.observe(Point::FinalNorm, &h)?;
             device.download(&device.linear(&model.lm_head, &h)?)?
         };

@@ -7,6 +7,7 @@ use k3_format::{
 };
 
 use crate::device::{Device, DeviceError, RouterRule, SituCaps};
+use crate::forward::Lookahead;
 use crate::state::{ExportedState, SequenceState, StateError, StateShape};
 
 /// How to load a model.
@@ -22,6 +23,8 @@ pub struct ModelOptions {
     /// (`docs/arithmetic.md` 8.2, "Routed top-p"). Below 1 it is another function than the one the weights were
     /// trained for.
     pub routed_top_p: Option<f64>,
+    /// How to guess which experts come next, for stores that read ahead.
+    pub lookahead: Lookahead,
 }
 
 impl ModelOptions {
@@ -43,6 +46,13 @@ impl ModelOptions {
     #[must_use]
     pub fn with_routed_top_p(mut self, p: Option<f64>) -> Self {
         self.routed_top_p = p;
+        self
+    }
+
+    /// How to guess which experts come next.
+    #[must_use]
+    pub fn with_lookahead(mut self, lookahead: Lookahead) -> Self {
+        self.lookahead = lookahead;
         self
     }
 }
@@ -109,6 +119,7 @@ pub struct Model<D: Device> {
     pub(crate) config: ModelConfig,
     pub(crate) state_shape: Arc<StateShape>,
     pub(crate) routed_top_p: Option<f64>,
+    pub(crate) lookahead: Lookahead,
     pub(crate) embed_tokens: D::Linear,
     pub(crate) layers: Vec<Layer<D>>,
     pub(crate) output_attn_res: D::Vector,
@@ -427,6 +438,7 @@ impl<D: Device> Model<D> {
             config,
             state_shape,
             routed_top_p,
+            lookahead: options.lookahead,
             embed_tokens,
             layers,
             output_attn_res,

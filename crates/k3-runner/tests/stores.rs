@@ -10,7 +10,7 @@ use k3_experts::policy::PolicyName;
 use k3_experts::slab::{Buffered, Direct, Reader};
 use k3_experts::{ExpertStore, MappedStore, SlabOptions, SlabStore};
 use k3_format::{Checkpoint, OpenOptions};
-use k3_graph::{Cpu, Device, LogitsWanted, ModelOptions, Reference, Silent};
+use k3_graph::{Cpu, Device, LogitsWanted, Lookahead, ModelOptions, Reference, Silent};
 use k3_runner::{Engine, EngineOptions, LogitsHash};
 
 use hostile::Hostile;
@@ -144,7 +144,7 @@ fn a_prompt_of_2048_tokens_asks_for_each_expert_at_most_once() {
 fn the_activation_budget_cuts_the_prompt_and_changes_no_bit() {
     let checkpoint = open("tiny-k31");
     let mut found = Vec::new();
-    for activation_bytes in [1, 1 << 20, 2 << 30] {
+    for activation_bytes in [1, 1 << 18, 2 << 30] {
         let store = Arc::new(MappedStore::new(checkpoint.clone()));
         let mut options = EngineOptions::default();
         options.activation_bytes = activation_bytes;
@@ -197,5 +197,42 @@ fn decode<D: Device>(engine: &Engine<D>, ids: &[u32], logits: &mut Vec<f32>) {
     let mut sequence = engine.new_sequence().unwrap();
     for id in ids {
         logits.extend(engine.decode(&mut sequence, *id).unwrap().values);
+    }
+}
+
+/// Guesses are read by a reader that fails, waits and delivers in pieces: the logits stay, some guesses come true, and
+/// none takes a buffer that a demand waits for.
+#[test]
+fn lookahead_changes_no_bit() {
+    let checkpoint = open("tiny-k31");
+    let ids: Vec<u32> = (0..40).map(|i| 3 + i * 7919 % 500).collect();
+    let run = |store: Arc<dyn ExpertStore>, lookahead, threads| {
+        let mut options = EngineOptions::default();
+        options.model = ModelOptions::default().with_lookahead(lookahead);
+        let device = Cpu::new(threads).unwrap();
+        let engine = Engine::with_store(checkpoint.clone(), store, device, &options, &mut |_| {}).unwrap();
+        let mut logits = Vec::new();
+        decode(&engine, &ids, &mut logits);
+        LogitsHash::of(&logits)
+    };
+    let expected = run(Arc::new(MappedStore::new(checkpoint.clone())), Lookahead::Off, 2);
+    let top_k = checkpoint.config().moe.num_experts_per_token as u64;
+    for lookahead in [Lookahead::Off, Lookahead::Input, Lookahead::Shared] {
+        for (buffers, threads, seed, guesses) in
+            [(top_k, 1, 1, 6), (2 * top_k + 1, 2, 2, 4), (60, 2, 3, 6), (500, 1, 4, 6)]
+        {
+            let reader: Arc<dyn Reader> = Hostile::new(&checkpoint, seed, 4096);
+            let options = SlabOptions { guesses, piece_bytes: 512, ..SlabOptions::default() };
+            let store = Arc::new(slab(&checkpoint, &reader, buffers, options));
+            assert_eq!(run(store.clone(), lookahead, threads), expected, "{lookahead:?}, {buffers} buffers");
+            let counters = store.counters();
+            assert_eq!(counters.over_budget, 0, "{lookahead:?}, {buffers} buffers");
+            assert_eq!(counters.requested, counters.hits + counters.joined + counters.misses);
+            assert!(counters.guesses_used <= counters.guesses);
+            // Where everything stays nothing is guessed.
+            if lookahead == Lookahead::Off || buffers == 500 {
+                assert_eq!(counters.guesses, 0, "{lookahead:?}, {buffers} buffers");
+            }
+        }
     }
 }

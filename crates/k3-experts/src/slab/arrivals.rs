@@ -53,7 +53,10 @@ impl<'a> Pending<'a> {
                         if let Ok(delivery) = self.receiver.try_recv() {
                             break Ok(delivery);
                         }
-                        self.shared.pool.relieve();
+                        // What somebody waits for comes before what nobody has asked for.
+                        if !self.shared.give_up_guesses() {
+                            self.shared.pool.relieve();
+                        }
                     }
                 }
                 delivery => break delivery,
@@ -89,13 +92,11 @@ impl Iterator for Pending<'_> {
             return Some(here);
         }
         self.waiting = self.waiting.checked_sub(1)?;
-        Some(match self.wait() {
-            Ok(delivery) => self.open(delivery),
-            Err(_) => {
-                self.waiting = 0;
-                Err(ExpertError::Stopped { source: Box::new(SlotReadError::Closed) })
-            }
-        })
+        let Ok(delivery) = self.wait() else {
+            self.waiting = 0;
+            return Some(Err(ExpertError::Stopped { source: Box::new(SlotReadError::Closed) }));
+        };
+        Some(self.open(delivery))
     }
 }
 

@@ -71,7 +71,8 @@ impl Task<'_> {
 
 impl Work {
     fn new(expert: Expert, uses: Vec<ExpertUse>, z: &Rows) -> Self {
-        let rows: Vec<f32> = uses.iter().flat_map(|u| z.row(u.row)).copied().collect();
+        let mut rows = Vec::with_capacity(uses.len() * z.width);
+        uses.iter().for_each(|u| rows.extend_from_slice(z.row(u.row)));
         let activations = |m: &Matrix| Activations::new(m.format(), uses.len(), z.width, &rows);
         let gate_x = activations(&expert.w1);
         let up_x = (expert.w1.format() != expert.w3.format()).then(|| activations(&expert.w3));

@@ -49,7 +49,7 @@ pub fn working_bytes_per_token(config: &ModelConfig, value_bytes: usize, logits:
     if logits == LogitsWanted::All {
         // The rows are picked out of snapshots and sum, and mixed, normed and multiplied.
         let sources = config.num_hidden_layers().div_ceil(block) + 1;
-        most = most.max(2 * sources * e + e + product(config.vocab_size, e));
+        most = most.max(2 * sources * e + 2 * e + product(config.vocab_size, e));
     }
     most as u64 * value_bytes as u64
 }
