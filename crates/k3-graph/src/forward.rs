@@ -346,6 +346,7 @@ impl<D: Device> Pass<'_, '_, D> {
         let Some(config) = self.model.indexer() else { return Ok(None) };
         let k = device.linear(&w.wk, x)?;
         device.index_append(&k, &w.k_norm_weight, &w.k_norm_bias, INDEX_NORM_EPS, states)?;
+        drop(k);
 
         let observed = self.observer.wants(Probe::Indexer);
         let keys = self.spans.iter().map(|s| s.position + s.rows.len()).max().unwrap_or(0);
