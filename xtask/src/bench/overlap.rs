@@ -26,8 +26,8 @@ pub(super) struct Args {
     /// Tokens that are decoded and timed, after as many that are not
     #[arg(long, default_value_t = 8)]
     tokens: usize,
-    /// Hit rates at which decode is timed; each sets a budget
-    #[arg(long, value_delimiter = ',', default_value = "0,0.35,0.6")]
+    /// Hit rates at which decode is timed; each sets a budget. Without a value decode is not timed
+    #[arg(long, value_delimiter = ',', num_args = 0.., default_value = "0,0.35,0.6")]
     hit_rates: Vec<f64>,
     /// Tokens of a prompt that is timed as well; 0: none
     #[arg(long, default_value_t = 0)]
@@ -234,12 +234,19 @@ pub(super) fn run(args: &Args) -> Result<()> {
     }
     if args.prefill > 0 {
         let ids = ids(args.prefill);
-        let taped = Taped::new(&resident, None);
-        bench.pass(&taped, &mut bench.model.new_state()?, &ids)?;
-        let asked = taped.take();
+        let all: Vec<ExpertId> = (0..experts as ExpertId).collect();
+        let dense = bench.model.config().first_k_dense_replace;
+        for layer in dense..dense + layers {
+            let (choices, phase) = (Choices::default(), Phase::Prefill);
+            for expert in resident.fetch(ExpertRequest { layer, experts: &all, choices, phase }) {
+                expert.context("fetching an expert")?;
+            }
+        }
         let mut runs = Vec::new();
         for _ in 0..args.repeat {
-            let arithmetic = bench.pass(&resident, &mut bench.model.new_state()?, &ids)?;
+            let taped = Taped::new(&resident, None);
+            let arithmetic = bench.pass(&taped, &mut bench.model.new_state()?, &ids)?;
+            let asked = taped.take();
             let wall = bench.pass(&bench.store(per_token)?, &mut bench.model.new_state()?, &ids)?;
             let io = replayed(&bench.store(per_token)?, &asked)?;
             runs.push((wall / io.max(arithmetic), wall, io, arithmetic));
