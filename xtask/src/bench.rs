@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: measurements, each as a ratio to a limit measured in the same run.
 
 mod kernels;
+mod overlap;
 mod repack;
 mod store;
 
@@ -40,6 +41,13 @@ enum What {
     ///
     /// The limit is a plain read of as many bytes.
     Kernels,
+    /// Seconds of a token and of a prompt, beside those of their reading alone and of their arithmetic alone
+    ///
+    /// The limit is the greater of the two, measured in the same run: what the experts take to read with nothing to
+    /// compute, and what the tokens take with every expert in memory. A tree for it, 17 GB, of which all experts and
+    /// the weights in use must fit into memory:
+    /// `cargo xtask synth --geometry k31 --layers 4 --experts 112 DIR`.
+    Overlap(overlap::Args),
     /// Seconds and peak memory of a repack, beside `cp` of the same files to the same disk
     ///
     /// Once with the source in the page cache and once without. A repack ends with its bytes on the disk and `cp` does
@@ -67,6 +75,7 @@ enum What {
 pub fn run(args: &Args) -> Result<()> {
     match &args.what {
         What::Kernels => kernels::run(),
+        What::Overlap(args) => overlap::run(args),
         What::Repack(args) => repack::run(args),
         What::Store { model, reads_in_flight, budget_mb } => {
             store::run(model, *reads_in_flight, budget_mb.saturating_mul(1_000_000))

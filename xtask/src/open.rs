@@ -24,6 +24,10 @@ pub struct OpenArgs {
     /// was trained for; what is expected of the indexer is skipped
     #[arg(long)]
     pub ignore_indexer: bool,
+    /// Use of each token's experts only the first, up to this share of their weight: another function than the model
+    /// was trained for, and than what is expected of it
+    #[arg(long, value_name = "P")]
+    pub routed_top_p: Option<f64>,
     /// How matrices outside the routed experts get into memory
     #[arg(long, value_enum, default_value_t, value_name = "HOW")]
     pub load: LoadName,
@@ -43,8 +47,10 @@ impl OpenArgs {
     /// Opens the snapshot in `dir`, with progress on stderr.
     pub(crate) fn open<D: Device>(&self, dir: &Path, device: D) -> Result<Engine<D>> {
         let mut options = EngineOptions::default();
-        options.model =
-            ModelOptions::default().with_layers(self.layers).with_ignore_indexer(self.ignore_indexer);
+        options.model = ModelOptions::default()
+            .with_layers(self.layers)
+            .with_ignore_indexer(self.ignore_indexer)
+            .with_routed_top_p(self.routed_top_p);
         options.open.load = match self.load {
             LoadName::Read => LoadMode::Read,
             LoadName::Map => LoadMode::Map,
@@ -68,6 +74,7 @@ impl OpenArgs {
             self.layers.map(|layers| format!(" --layers {layers}")),
             self.indexer_names.as_ref().map(|file| format!(" --indexer-names {}", quoted(file))),
             self.ignore_indexer.then(|| " --ignore-indexer".to_owned()),
+            self.routed_top_p.map(|p| format!(" --routed-top-p {p}")),
             (self.load == LoadName::Map).then(|| " --load map".to_owned()),
         ];
         parts.into_iter().flatten().collect()

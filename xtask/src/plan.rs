@@ -12,7 +12,9 @@ use k3_experts::slab::{Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabOp
 use k3_format::names::{Extent, Names};
 use k3_format::repack::{DenseFormat, ExpertTarget, Naming, Recipe};
 use k3_format::{Checkpoint, ExpertLayout, ModelConfig, OpenOptions, TensorId, Variant};
-use k3_runner::memory::{expert_sizes, needs};
+use k3_graph::{Cpu, Device as _, LogitsWanted};
+use k3_runner::EngineOptions;
+use k3_runner::memory::{chunk_tokens, expert_sizes, needs};
 use serde::Serialize;
 
 use crate::output::say;
@@ -59,9 +61,9 @@ pub struct Args {
     /// Tokens of the sequence
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     context: u64,
-    /// Tokens of a prompt that are computed together
-    #[arg(long, default_value_t = 512, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
-    chunk: usize,
+    /// Tokens of a prompt that are computed together [default: as many as 2 GiB of activations are enough for]
+    #[arg(long, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
+    chunk: Option<usize>,
     /// One JSON object
     #[arg(long)]
     json: bool,
@@ -197,7 +199,7 @@ fn report(
     model: &Model,
     machine: &Machine,
     context: u64,
-    chunk: usize,
+    chunk: Option<usize>,
     memory: Rate,
     disks: Vec<Rate>,
 ) -> Report {
@@ -265,13 +267,16 @@ fn report(
     }
 }
 
-fn plan(model: &Model, machine: &Machine, context: u64, chunk: usize) -> MemoryPlan {
+fn plan(model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> MemoryPlan {
     let context = context.min(model.config.max_position_embeddings as u64);
-    let needs = needs(&model.config, model.pinned, 1, context, chunk.min(context as usize));
+    let mut options = EngineOptions::default();
+    options.chunk_tokens = chunk;
+    let chunk = chunk_tokens(&model.config, &options, Cpu::VALUE_BYTES, LogitsWanted::Last);
+    let needs = needs(&model.config, model.pinned, 1, context, chunk, Cpu::VALUE_BYTES);
     MemoryPlan::new(machine, needs, model.sizes, None)
 }
 
-fn tell(report: &Report, model: &Model, machine: &Machine, context: u64, chunk: usize) -> Result<()> {
+fn tell(report: &Report, model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> Result<()> {
     say(format_args!("{}, one sequence of {context} tokens", report.model))?;
     say(format_args!("{}", plan(model, machine, context, chunk).to_string().trim_end()))?;
     say(format_args!(

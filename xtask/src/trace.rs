@@ -127,13 +127,14 @@ fn trace<D: Device>(args: &Args, device: D) -> Result<Tensors> {
     let recording = record(&engine, &prompt, &sizes, wanted, injection, &mut || progress.step())?;
     drop(progress);
     say(format_args!(
-        "{}: {}, {} of {} layers, {} prompt tokens, {continuation} after them; logits_hash {}",
+        "{}: {}, {} of {} layers, {} prompt tokens, {continuation} after them; logits_hash {}{}",
         args.model.display(),
         variant(&engine),
         sizes.layers,
         sizes.config.num_hidden_layers(),
         prompt.len(),
         recording.logits_hash,
+        engine.deviation(),
     ))?;
     Ok(recording.tensors)
 }

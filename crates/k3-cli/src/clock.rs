@@ -13,6 +13,8 @@ pub(crate) struct Clock {
     start: Instant,
     pace: Pace,
     shown: Option<Instant>,
+    /// Bytes of experts that had been read for the prompt.
+    prompt_bytes: u64,
 }
 
 /// When tokens were sampled, counted from the start.
@@ -55,7 +57,7 @@ impl Pace {
 
 impl Clock {
     pub(crate) fn new() -> Self {
-        Self { start: Instant::now(), pace: Pace::default(), shown: None }
+        Self { start: Instant::now(), pace: Pace::default(), shown: None, prompt_bytes: 0 }
     }
 
     pub(crate) fn prefill(&mut self, layers: usize, of: usize) {
@@ -69,6 +71,17 @@ impl Clock {
     /// A token was sampled, whether anything of it can be seen or not.
     pub(crate) fn token(&mut self) {
         self.pace.token(self.start.elapsed());
+    }
+
+    /// As [`Self::prefill`], and notes the bytes that the whole prompt took.
+    pub(crate) fn prefill_from<D: Device>(&mut self, engine: &Engine<D>, layers: usize, of: usize) {
+        self.prefill(layers, of);
+        if layers == of {
+            let counters = engine.store().counters();
+            // A backend that leaves caching to the system knows only what it handed over.
+            let is_told = counters.hits + counters.misses > 0;
+            self.prompt_bytes = if is_told { counters.bytes_demanded } else { counters.bytes };
+        }
     }
 
     pub(crate) fn line(&mut self, what: &str, done: usize, of: usize) {
@@ -92,10 +105,13 @@ impl Clock {
     }
 
     pub(crate) fn report<D: Device>(&self, engine: &Engine<D>, prompt: usize, completion: usize) {
-        let Rates { first, prompt, reply } = self.rates(prompt, completion);
+        let Rates { first, prompt: prompt_rate, reply } = self.rates(prompt, completion);
         let then = reply.map_or_else(String::new, |rate| format!(", then {rate:.2} tokens/s"));
         tell(format_args!(
-            "first token after {first:.2?} ({prompt:.2} prompt tokens/s){then}; experts: {}\n",
+            "first token after {first:.2?} ({prompt_rate:.2} prompt tokens/s, {:.2} MB of experts a prompt token){then}; \
+             experts{}: {}\n",
+            self.prompt_bytes as f64 / 1e6 / prompt.max(1) as f64,
+            engine.deviation(),
             engine.store().counters()
         ));
     }

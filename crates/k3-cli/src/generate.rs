@@ -56,6 +56,9 @@ pub(crate) struct Args {
     /// Write what was read and waited for, and when, for chrome://tracing or ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
+    /// Write which experts every token chose, for `cargo xtask simulate --trace`
+    #[arg(long, value_name = "FILE")]
+    record_routing: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
 }
@@ -126,15 +129,21 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     Sampler::new(generate.sampling.clone(), Vec::new())?;
 
     let context = ids.len() + generate.max_tokens;
-    let engine = snapshot.load(device, &generate.sampling, generate.max_tokens, context)?;
+    let mut engine = snapshot.load(device, &generate.sampling, generate.max_tokens, context)?;
+    if let Some(file) = &args.record_routing {
+        engine.record_routing(file)?;
+    }
     match task {
         Task::Chat(tokenizer, ids, channel) => {
-            chat(args, &Chatter::new(&engine, tokenizer)?, &engine, &ids, channel, &generate)
+            chat(args, &Chatter::new(&engine, tokenizer)?, &engine, &ids, channel, &generate)?;
         }
-        Task::Plain(tokenizer, ids) => complete(args, &engine, &ids, tokenizer.as_ref(), &generate),
-    }?;
+        Task::Plain(tokenizer, ids) => complete(args, &engine, &ids, tokenizer.as_ref(), &generate)?,
+    }
     if let Some(opened) = snapshot.opened().filter(|_| args.stats) {
         tell_memory(&opened.plan, opened.before);
+    }
+    if let (Some(file), Some(tokens)) = (&args.record_routing, engine.finish_recording()?) {
+        tell(format_args!("routing of {tokens} tokens in {}\n", file.display()));
     }
     Ok(())
 }
@@ -166,7 +175,7 @@ fn chat<D: Device>(
     let mut show = Show::new(&mut out, if args.json { Style::Events } else { Style::Plain });
     let mut events = |event: ChatEvent| match event {
         ChatEvent::Prefill { layers, of } => {
-            clock.prefill(layers, of);
+            clock.prefill_from(engine, layers, of);
             ControlFlow::Continue(())
         }
         ChatEvent::Token(_) => {
@@ -212,7 +221,7 @@ fn chat<D: Device>(
     if args.stats {
         tell_run(engine, &clock, usage.prompt_tokens, usage.completion_tokens);
     }
-    tell(format_args!("logits_hash {logits_hash}\n"));
+    tell(format_args!("logits_hash {logits_hash}{}\n", engine.deviation()));
     out.finish().context("writing the reply to stdout")
 }
 
@@ -231,7 +240,7 @@ fn complete<D: Device>(
     let mut first = true;
     let mut show = |event: Event| match event {
         Event::Prefill { layers, of } => {
-            clock.prefill(layers, of);
+            clock.prefill_from(engine, layers, of);
             ControlFlow::Continue(())
         }
         Event::Token(id) => {
@@ -264,7 +273,7 @@ fn complete<D: Device>(
     if args.stats {
         tell_run(engine, &clock, ids.len(), tokens.len());
     }
-    tell(format_args!("logits_hash {logits_hash}\n"));
+    tell(format_args!("logits_hash {logits_hash}{}\n", engine.deviation()));
     out.finish().context("writing the reply to stdout")
 }
 

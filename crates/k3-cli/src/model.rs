@@ -7,14 +7,14 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use clap::ValueEnum;
 use k3_format::{Checkpoint, GenerationConfig};
-use k3_graph::{Device, ModelOptions};
-use k3_runner::memory::needs;
+use k3_graph::{Device, LogitsWanted, Lookahead, ModelOptions};
+use k3_runner::memory::{chunk_tokens, needs};
 use k3_runner::{Engine, EngineOptions, OpenProgress, Sampling, check_vocabulary};
 use k3_tokenizer::Tokenizer;
 
 use crate::clock::Clock;
 use crate::output::tell;
-use crate::store::{Opened, StoreArgs};
+use crate::store::{Opened, StoreArgs, parse_bytes};
 
 /// Headings in the help.
 const SAMPLING: &str = "Sampling";
@@ -63,15 +63,37 @@ pub(crate) struct ModelArgs {
     /// Threads of the cpu device; 0 takes one a core
     #[arg(long, value_name = "N", help_heading = MACHINE, default_value_t = 0)]
     pub(crate) threads: usize,
-    /// Tokens of the prompt that are computed at once; no result depends on it
-    #[arg(long, value_name = "N", help_heading = MACHINE, default_value_t = EngineOptions::default().chunk_tokens)]
-    chunk: usize,
+    /// Bytes that the computation of a prompt may keep while it works
+    ///
+    /// The prompt is cut into as few chunks as that allows, each of which reads its experts once. No result depends on it.
+    #[arg(long, value_name = "BYTES", help_heading = MACHINE, value_parser = parse_bytes, default_value = "2GiB")]
+    activation_budget: u64,
+    /// Tokens of the prompt that are computed at once, whatever they need; no result depends on it
+    #[arg(long, value_name = "N", help_heading = MACHINE)]
+    chunk: Option<usize>,
+    /// What the next layer's router is given early, to read experts ahead while decoding; no result depends on it
+    #[arg(long, value_enum, help_heading = MACHINE, default_value_t = LookaheadName::Input)]
+    lookahead: LookaheadName,
     /// Run K3.1 without its indexer: past the indexer's budget, another function than it was trained for
     #[arg(long)]
     ignore_indexer: bool,
+    /// Use of each token's experts only the first, up to this share of their weight, and read no others: faster, and
+    /// another function than the model was trained for
+    #[arg(long, value_name = "P")]
+    routed_top_p: Option<f64>,
     // The heading goes on to whatever follows.
     #[command(flatten, next_help_heading = MACHINE)]
     store: StoreArgs,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LookaheadName {
+    /// Nothing: no expert is read before it is asked for
+    Off,
+    /// What this layer's experts get
+    Input,
+    /// The same, with the output of this layer's shared experts
+    Shared,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -103,8 +125,16 @@ impl ModelArgs {
             None => (demonstration(&candidates())?, true),
         };
         let mut options = EngineOptions::default();
+        options.activation_bytes = self.activation_budget;
         options.chunk_tokens = self.chunk;
-        options.model = ModelOptions::default().with_ignore_indexer(self.ignore_indexer);
+        options.model = ModelOptions::default()
+            .with_ignore_indexer(self.ignore_indexer)
+            .with_routed_top_p(self.routed_top_p)
+            .with_lookahead(match self.lookahead {
+                LookaheadName::Off => Lookahead::Off,
+                LookaheadName::Input => Lookahead::Input,
+                LookaheadName::Shared => Lookahead::Shared,
+            });
         let checkpoint = Arc::new(Checkpoint::open(&dir, &options.open)?);
         if is_demonstration {
             tell(format_args!(
@@ -156,8 +186,8 @@ impl Snapshot {
         }
         let config = self.checkpoint.config();
         let context = context.min(config.max_position_embeddings) as u64;
-        let rows = self.options.chunk_tokens.min(context as usize);
-        let needs = needs(config, self.checkpoint.resident_bytes(), 1, context, rows);
+        let chunk = chunk_tokens(config, &self.options, D::VALUE_BYTES, LogitsWanted::Last);
+        let needs = needs(config, self.checkpoint.resident_bytes(), 1, context, chunk, D::VALUE_BYTES);
         let opened = self.store.open(&self.checkpoint, needs)?;
         let store = opened.store();
         let mut clock = Clock::new();
@@ -173,8 +203,9 @@ impl Snapshot {
         // Set once: a snapshot is loaded once.
         let _ = self.opened.set(opened);
         tell(format_args!(
-            "{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {max_tokens} tokens\n",
+            "{}{} on {}; temperature {}, top-k {}, top-p {}, min-p {}, seed {}, at most {max_tokens} tokens\n",
             self.checkpoint.variant(),
+            engine.deviation(),
             engine.model().device().kind(),
             sampling.temperature,
             sampling.top_k,

@@ -514,3 +514,52 @@ fn the_demonstration_model() {
     assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("nano"));
     assert!(String::from_utf8_lossy(&output.stderr).starts_with("demonstration model (nano), not Kimi: "));
 }
+
+/// What makes the result another one is said in the banner, in the statistics and beside the hash.
+#[test]
+fn routed_top_p_is_named_wherever_a_result_is() {
+    let model = fixtures().join("tiny-k31").display().to_string();
+    let run = |more: &[&str]| {
+        let ids =
+            ["generate", &model, "--ids", "5,6,7", "--max-tokens", "3", "--temperature", "0", "--ignore-eos"];
+        let output = k3(&[&ids[..], more].concat(), "");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let (without, with) = (run(&[]), run(&["--routed-top-p", "0.5"]));
+    assert!(!without.contains("routed top-p"), "{without}");
+    assert!(with.contains("Kimi K3.1 Pro (routed top-p 0.5) on cpu-f32"), "{with}");
+    assert!(with.contains("; experts (routed top-p 0.5): "), "{with}");
+    let hash = with.lines().find(|line| line.starts_with("logits_hash ")).unwrap();
+    assert!(hash.ends_with(" (routed top-p 0.5)"), "{hash}");
+    let refused = fails(&["generate", &model, "--ids", "5", "--routed-top-p", "1.5"], "");
+    assert!(refused.contains("above 0 and at most 1; found 1.5"), "{refused}");
+}
+
+#[test]
+fn routing_is_recorded() {
+    let model = fixtures().join("tiny-k31").display().to_string();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("trace").display().to_string();
+    let args = [
+        "generate",
+        &model,
+        "--ids",
+        "5,6,7",
+        "--max-tokens",
+        "3",
+        "--ignore-eos",
+        "--record-routing",
+        &file,
+    ];
+    let output = k3(&args, "");
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && told.contains("routing of 5 tokens in "), "{told}");
+    assert!(told.contains(" MB of experts a prompt token"), "{told}");
+    let bytes = std::fs::read(&file).unwrap();
+    let header = b"k3-routing 1 12 16 4 16\n";
+    assert!(bytes.starts_with(header));
+    assert_eq!(bytes.len(), header.len() + 5 * 12 * 16 * 2);
+    let refused = fails(&["generate", &model, "--ids", "5", "--record-routing", "/nonexistent/trace"], "");
+    assert!(refused.contains("/nonexistent/trace"), "{refused}");
+}

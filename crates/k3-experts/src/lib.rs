@@ -78,7 +78,35 @@ pub struct Expert {
 }
 
 /// Experts in order of arrival. Each requested expert comes exactly once, or an error comes in its place.
-pub type Arrivals<'a> = Box<dyn Iterator<Item = Result<Expert, ExpertError>> + Send + 'a>;
+pub type Arrivals<'a> = Box<dyn Arrive + 'a>;
+
+/// What [`ExpertStore::fetch`] gives: an iterator whose `next` waits.
+pub trait Arrive: Iterator<Item = Result<Expert, ExpertError>> + Send {
+    /// The next one if it can be had without waiting for a read. `None` says nothing of what is still to come.
+    fn next_ready(&mut self) -> Option<Result<Expert, ExpertError>>;
+}
+
+/// Arrivals of a store that never waits: whatever comes next is there.
+#[derive(Clone, Debug)]
+pub struct Ready<I>(pub I);
+
+impl<I: Iterator> Iterator for Ready<I> {
+    type Item = I::Item;
+
+    fn next(&mut self) -> Option<I::Item> {
+        self.0.next()
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.0.size_hint()
+    }
+}
+
+impl<I: Iterator<Item = Result<Expert, ExpertError>> + Send> Arrive for Ready<I> {
+    fn next_ready(&mut self) -> Option<Result<Expert, ExpertError>> {
+        self.0.next()
+    }
+}
 
 /// A source of routed experts.
 pub trait ExpertStore: Send + Sync {
@@ -91,6 +119,11 @@ pub trait ExpertStore: Send + Sync {
     /// A guess at what `layer` will ask for, the most likely first. Costs idle bandwidth at most, and may be
     /// ignored.
     fn prefetch(&self, _layer: usize, _experts: &[ExpertId]) {}
+
+    /// Whether guesses are worth making now. A caller that has to compute them asks first.
+    fn wants_guesses(&self) -> bool {
+        false
+    }
 
     /// Gives an expert back that work in flight still reads: its bytes stay until `after` is complete. Handles
     /// complete in the order in which they were given; nobody waits for them.
@@ -123,6 +156,10 @@ pub struct Counters {
     pub bytes: u64,
     /// Bytes read because they were asked for, with what alignment adds.
     pub bytes_demanded: u64,
+    /// Experts read on a guess.
+    pub guesses: u64,
+    /// Of those, asked for while or after they were read.
+    pub guesses_used: u64,
     /// Bytes read on a guess.
     pub bytes_guessed: u64,
     /// Of those, never asked for.
@@ -212,7 +249,8 @@ impl fmt::Display for Counters {
         }
         if self.bytes_guessed > 0 {
             let (guessed, wasted) = (self.bytes_guessed as f64 / 1e9, self.bytes_wasted as f64 / 1e9);
-            write!(f, ", {guessed:.2} GB on guesses, {wasted:.2} of them wasted")?;
+            write!(f, ", {} guesses of which {} were used", self.guesses, self.guesses_used)?;
+            write!(f, " ({guessed:.2} GB, {wasted:.2} of them wasted)")?;
         }
         if self.bytes_warmed > 0 {
             write!(f, ", {:.2} GB from earlier use", self.bytes_warmed as f64 / 1e9)?;

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use k3_format::Checkpoint;
 
 use crate::{
-    Arrivals, Completion, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Retirement,
+    Arrivals, Completion, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Ready,
+    Retirement,
 };
 
 /// Experts that are read ahead of the one handed over. A drive is busy with 4 to 8 of them in flight.
@@ -63,12 +64,12 @@ impl ExpertStore for MappedStore {
         for &id in ids.iter().take(READ_AHEAD) {
             self.checkpoint.will_need_expert(layer, id);
         }
-        Box::new((0..ids.len()).map(move |i| {
+        Box::new(Ready((0..ids.len()).map(move |i| {
             if let Some(&ahead) = ids.get(i + READ_AHEAD) {
                 self.checkpoint.will_need_expert(layer, ahead);
             }
             self.expert(layer, ids[i])
-        }))
+        })))
     }
 
     fn prefetch(&self, layer: usize, experts: &[ExpertId]) {

@@ -10,6 +10,7 @@
 mod arrivals;
 mod balance;
 mod drives;
+mod lookahead;
 mod place;
 mod pool;
 mod probe;
@@ -30,10 +31,13 @@ use crate::policy::{Policy, PolicyName, Verdict, Visit};
 use crate::retire::{Completion, Retirement};
 use crate::trace::Geometry;
 use crate::usage::Usage;
-use crate::{Arrivals, Counters, DriveCounters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore};
+use crate::{
+    Arrivals, Counters, DriveCounters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase,
+};
 
 use arrivals::Pending;
 use drives::{Drives, Urgency};
+use lookahead::Lookahead;
 use place::Places;
 pub use place::slot_bytes;
 use pool::{Filled, Pool};
@@ -56,6 +60,8 @@ pub struct SlabOptions {
     pub piece_bytes: usize,
     /// Experts read on a guess ([`ExpertStore::prefetch`]) that may be in memory at once.
     pub guesses: usize,
+    /// Bytes read on guesses while the model is passed once, at most; `None`: three eighths of what one token needs.
+    pub guess_bytes: Option<u64>,
 }
 
 impl Default for SlabOptions {
@@ -66,6 +72,7 @@ impl Default for SlabOptions {
             reads_in_flight: 6,
             piece_bytes: 1 << 20,
             guesses: 6,
+            guess_bytes: None,
         }
     }
 }
@@ -128,6 +135,12 @@ struct State {
     slots: HashMap<Key, Entry>,
     /// What was read on a guess, until its layer passes.
     guesses: HashMap<Key, Entry>,
+    /// Whether more of them are wanted.
+    lookahead: Lookahead,
+    /// Bytes that guesses may still read in this pass.
+    guess_bytes: u64,
+    /// The layer that was asked for last.
+    layer: usize,
     retirement: Retirement<Expert>,
     counters: Counters,
     usage: Usage,
@@ -186,10 +199,18 @@ impl SlabStore {
         // Buffers on their way to the caller, with one that it holds.
         let moving = options.reads_in_flight * drives.len() + options.guesses + 2;
         let slots = (buffers - (buffers / 2).min(moving)).min(geometry.layers * geometry.experts);
+        let guess_bytes =
+            options.guess_bytes.unwrap_or(geometry.working_set() as u64 * slot_bytes as u64 * 3 / 8);
+        // Where everything stays nothing is to be guessed.
+        let guesses = if slots < geometry.layers * geometry.experts { options.guesses } else { 0 };
+        let options = SlabOptions { guess_bytes: Some(guess_bytes), guesses, ..options };
         let state = State {
             policy: options.policy.make(slots, geometry),
             slots: HashMap::new(),
             guesses: HashMap::new(),
+            lookahead: Lookahead::default(),
+            guess_bytes,
+            layer: usize::MAX,
             retirement: Retirement::default(),
             counters: Counters::default(),
             usage: Usage::new(geometry),
@@ -348,6 +369,11 @@ impl ExpertStore for SlabStore {
 
         let mut state = shared.state();
         let state = &mut *state;
+        if request.layer <= state.layer {
+            state.lookahead.pass();
+            state.guess_bytes = self.options.guess_bytes.unwrap_or(0);
+        }
+        state.layer = request.layer;
         let mut verdicts = Vec::with_capacity(known.len());
         let row = shared.row(request.layer);
         let choices = request.choices;
@@ -399,7 +425,19 @@ impl ExpertStore for SlabStore {
                     true
                 }
             };
-            let entry = match state.guesses.remove(&key) {
+            let mut guess = state.guesses.remove(&key);
+            if let Some(Entry::OnItsWay(ticket)) = &guess
+                && shared.pool.take_back(ticket)
+            {
+                // One that was not even started is no help.
+                state.guess_bytes += ticket.place.bytes() as u64;
+                guess = None;
+            }
+            if guess.is_some() {
+                state.counters.guesses_used += 1;
+                state.lookahead.judged(true);
+            }
+            let entry = match guess {
                 Some(Entry::Here(filled)) => {
                     state.counters.hits += 1;
                     pending.hits.push_back((key, filled.clone()));
@@ -437,8 +475,9 @@ impl ExpertStore for SlabStore {
                 state.slots.insert(key, entry);
             }
         }
-        // Guesses that were wrong.
-        state.counters.bytes_wasted += shared.expire(&mut state.guesses, request.layer);
+        // Guesses that were wrong, and in prefill all of them.
+        let is_over = |layer| layer == request.layer || request.phase == Phase::Prefill;
+        shared.expire(state, |key, _| is_over(key.layer));
         pending.span.record("misses", tickets.len());
         shared.drives.issue_all(tickets, |ticket| shared.pool.request(ticket));
         pending.waiting = waiting;
@@ -449,6 +488,7 @@ impl ExpertStore for SlabStore {
     fn prefetch(&self, layer: usize, experts: &[ExpertId]) {
         let shared = &*self.shared;
         let mut state = shared.state();
+        let state = &mut *state;
         for &id in experts {
             let Ok(key) = shared.key(layer, id) else { continue };
             if state.guesses.len() >= self.options.guesses {
@@ -458,15 +498,17 @@ impl ExpertStore for SlabStore {
                 continue;
             }
             let Ok(place) = shared.places.of(&shared.checkpoint, key) else { continue };
-            let bytes = place.bytes() as u64;
+            let Some(left) = state.guess_bytes.checked_sub(place.bytes() as u64) else { break };
+            state.guess_bytes = left;
             let pieces = (self.options.reads_in_flight, self.options.piece_bytes);
             let ticket = Arc::new(Ticket::new(key, place, true, pieces, Urgency::Guess));
-            if !shared.pool.request_if_free(&ticket) {
-                break;
-            }
-            state.counters.bytes_guessed += bytes;
+            shared.pool.wish(&ticket);
             state.guesses.insert(key, Entry::OnItsWay(ticket));
         }
+    }
+
+    fn wants_guesses(&self) -> bool {
+        self.options.guesses > 0 && self.shared.state().lookahead.is_on()
     }
 
     fn retire(&self, expert: Expert, after: Box<dyn Completion>) {
@@ -478,6 +520,7 @@ impl ExpertStore for SlabStore {
         counters.bytes = self.shared.bytes.load(Relaxed);
         counters.wait_ns = self.shared.wait_ns.load(Relaxed);
         counters.over_budget = self.shared.pool.over_budget();
+        (counters.guesses, counters.bytes_guessed) = self.shared.pool.guessed();
         counters
     }
 
@@ -487,16 +530,30 @@ impl ExpertStore for SlabStore {
 }
 
 impl Shared {
-    /// Drops the guesses at a layer that has been asked for. Returns their bytes.
-    fn expire(&self, guesses: &mut HashMap<Key, Entry>, layer: usize) -> u64 {
-        let mut wasted = 0;
-        guesses.retain(|key, _| {
-            let expired = key.layer == layer;
-            if expired {
-                wasted += self.places.of(&self.checkpoint, *key).map_or(0, |place| place.bytes() as u64);
+    /// Drops guesses that nobody asked for.
+    fn expire(&self, state: &mut State, is_over: impl Fn(&Key, &Entry) -> bool) {
+        let State { guesses, lookahead, counters, guess_bytes, .. } = state;
+        guesses.retain(|key, entry| {
+            if !is_over(key, entry) {
+                return true;
             }
-            !expired
+            let bytes = self.places.of(&self.checkpoint, *key).map_or(0, |place| place.bytes() as u64);
+            // One that was never started has cost nothing.
+            if matches!(entry, Entry::OnItsWay(ticket) if self.pool.take_back(ticket)) {
+                *guess_bytes += bytes;
+            } else {
+                lookahead.judged(false);
+                counters.bytes_wasted += bytes;
+            }
+            false
         });
-        wasted
+    }
+
+    /// Drops the guesses that have come, for their buffers. Returns whether there were any.
+    fn give_up_guesses(&self) -> bool {
+        let mut state = self.state();
+        let before = state.guesses.len();
+        self.expire(&mut state, |_, entry| matches!(entry, Entry::Here(_)));
+        state.guesses.len() < before
     }
 }

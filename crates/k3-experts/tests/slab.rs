@@ -297,6 +297,74 @@ fn a_demand_joins_a_guess_and_wrong_guesses_expire() {
     assert_eq!(store.counters().hits, 1);
 }
 
+/// Guesses that find no buffer wait for one, behind every demand, and cost nothing if their layer passes first.
+#[test]
+fn a_guess_waits_for_a_buffer_that_nobody_needs() {
+    let checkpoint = open(&fixture());
+    let reader = Hostile::new(&checkpoint, 1, 1);
+    let options = SlabOptions { reads_in_flight: 2, ..Default::default() };
+    let store = with_buffers(&checkpoint, &(reader.clone() as Arc<dyn Reader>), 6, options);
+    assert!(store.wants_guesses());
+    reader.held.store(true, Relaxed);
+    let arrivals = store.fetch(request(3, &[0, 1, 2, 3, 4, 5, 6, 7]));
+    store.prefetch(4, &[1, 2]);
+    assert_eq!(store.counters().guesses, 0, "every buffer is taken");
+    reader.held.store(false, Relaxed);
+    assert_eq!(arrivals.map(Result::unwrap).count(), 8);
+    for expert in store.fetch(request(4, &[1, 9])) {
+        check_bytes(&checkpoint, 4, &expert.unwrap());
+    }
+    let counters = store.counters();
+    assert_eq!((counters.requested, counters.over_budget), (10, 0));
+    assert_eq!(counters.bytes_guessed, counters.guesses * checkpoint.experts().layout().len as u64);
+}
+
+/// In prefill every guess is dropped, and a pass has only so many bytes for them.
+#[test]
+fn guesses_end_with_prefill_and_with_their_bytes() {
+    let checkpoint = open(&fixture());
+    let reader: Arc<dyn Reader> = Arc::new(Buffered::new(checkpoint.clone()).unwrap());
+    let len = checkpoint.experts().layout().len as u64;
+    let guess_bytes = Some(2 * len + len / 2);
+    let store = with_buffers(&checkpoint, &reader, 60, SlabOptions { guess_bytes, ..Default::default() });
+    store.prefetch(4, &[1, 2, 3]);
+    assert_eq!(store.counters().guesses, 2);
+    let request = ExpertRequest { phase: Phase::Prefill, ..request(3, &[0]) };
+    assert_eq!(store.fetch(request).count(), 1);
+    assert_eq!(store.counters().bytes_wasted, 2 * len);
+    let guess = |asked: usize, guessed: usize| {
+        assert_eq!(ids(&store, asked, &[0]), [0]);
+        store.prefetch(guessed, &[1, 2, 3]);
+        store.counters().guesses
+    };
+    // A pass that begins has its bytes, and none are left later in it.
+    assert_eq!((guess(3, 4), guess(4, 5), guess(5, 6)), (4, 4, 4));
+    assert_eq!((guess(1, 2), guess(2, 3)), (6, 6));
+}
+
+/// Guesses that do not come true are not asked for any more.
+#[test]
+fn a_store_whose_guesses_fail_wants_no_more() {
+    let checkpoint = open(&fixture());
+    let store = plain(&checkpoint, 60);
+    let mut passes = 0;
+    while store.wants_guesses() {
+        for layer in 1..13 {
+            store.prefetch(layer, &[8, 9, 10, 11]);
+            assert_eq!(ids(&store, layer, &[0]).len(), 1);
+        }
+        passes += 1;
+        assert!(passes < 10);
+    }
+    for layer in (1..13).cycle().take(100 * 12) {
+        assert_eq!(ids(&store, layer, &[0]).len(), 1);
+        if store.wants_guesses() {
+            return;
+        }
+    }
+    panic!("they are never tried again");
+}
+
 /// An event as a device has it: it fires when the test says so.
 fn event() -> (Arc<AtomicBool>, Arc<AtomicU64>, Box<dyn k3_experts::Completion>) {
     let (fired, asked) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));

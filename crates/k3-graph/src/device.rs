@@ -18,7 +18,7 @@ use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_quant::Matrix;
 
-use crate::scalar::router_weights;
+use crate::scalar::{keep_top_p, router_weights};
 use crate::select::{Score, select_experts, select_keys};
 
 /// What runs the operations.
@@ -38,6 +38,8 @@ pub trait Device: Send + Sync {
     type MlaState: Clone + Send;
     /// The keys that the rows of a batch attend.
     type Selection: Send;
+    /// Bytes of a value of [`Device::Act`].
+    const VALUE_BYTES: usize = 4;
 
     /// Names the arithmetic, as in saved states: states of one kind are not restored on another.
     fn kind(&self) -> &'static str;
@@ -188,6 +190,17 @@ pub trait Device: Send + Sync {
         caps: SituCaps,
         out: &mut Self::Act,
     ) -> Result<(), DeviceError>;
+    /// [`Device::expert_ffn`] of several experts that are there at once: the same results, and one start for all of them
+    /// where a device gains from it.
+    fn experts_ffn(
+        &self,
+        experts: Vec<(Expert, Vec<ExpertUse>)>,
+        z: &Self::Act,
+        caps: SituCaps,
+        out: &mut Self::Act,
+    ) -> Result<(), DeviceError> {
+        experts.into_iter().try_for_each(|(expert, uses)| self.expert_ffn(expert, z, &uses, caps, out))
+    }
     /// `sum_j weight[r][j] * outputs[r * k + j]` for every row `r`, in rank order `j`.
     fn expert_sum(&self, outputs: &Self::Act, routing: &Routing) -> Result<Self::Act, DeviceError>;
 
@@ -371,10 +384,17 @@ pub struct RouterRule {
     pub renormalize: bool,
     /// `routed_scaling_factor`
     pub scaling_factor: f64,
+    /// Uses only the first experts of a row, up to this share of its weight (`docs/arithmetic.md` 8.2, "Routed top-p").
+    pub top_p: Option<f64>,
 }
 
 /// Ranks that [`Routing::push_scores`] tells, as a multiple of the experts a row.
 const RANKS: usize = 8;
+
+/// Ranks that [`Routing::push_scores`] tells of `experts`, the `k` of a row among them.
+pub(crate) fn ranks_told(k: usize, experts: usize) -> usize {
+    (k * RANKS).max(k + 1).min(experts)
+}
 
 /// The experts of every row, in rank order: descending biased score, then id.
 #[derive(Clone, Debug, PartialEq)]
@@ -383,8 +403,10 @@ pub struct Routing {
     pub experts_per_token: usize,
     /// `[rows, k]`
     pub ids: Vec<u32>,
-    /// `[rows, k]`
+    /// `[rows, k]`; 0 for those that are not used.
     pub weights: Vec<f64>,
+    /// How many of its `k` experts a row uses, `[rows]`; empty: all. Those behind are neither fetched nor computed.
+    pub used: Vec<usize>,
     /// The experts that came next, `[rows, any]` in rank order. No result depends on them: they tell a store what is
     /// likely to be asked for soon. May be empty.
     pub runner_ups: Vec<u32>,
@@ -402,10 +424,16 @@ impl Routing {
             experts_per_token,
             ids: Vec::with_capacity(rows * experts_per_token),
             weights: Vec::with_capacity(rows * experts_per_token),
+            used: Vec::new(),
             runner_ups: Vec::new(),
             gaps: Vec::with_capacity(rows),
             non_finite: Vec::new(),
         }
+    }
+
+    /// Experts that `row` uses: the first so many of its ids.
+    pub fn used(&self, row: usize) -> usize {
+        self.used.get(row).copied().unwrap_or(self.experts_per_token)
     }
 
     /// The next row.
@@ -427,17 +455,24 @@ impl Routing {
     ) {
         let k = rule.experts_per_token;
         let finite = logits.iter().all(|l| l.is_finite());
-        let ranks = (k * RANKS).max(k + 1).min(biased.len());
+        let ranks = ranks_told(k, biased.len());
         let order = select_experts(biased, ranks).filter(|_| finite);
         let Some(order) = order else {
             self.runner_ups.extend(std::iter::repeat_n(0, ranks - k));
+            if rule.top_p.is_some() {
+                self.used.push(k);
+            }
             return self.push_non_finite(self.gaps.len());
         };
         self.runner_ups.extend_from_slice(&order[k..]);
         let of = |values: &[T], e: u32| -> f64 { values[e as usize].into() };
         let selected: Vec<f64> = order[..k].iter().map(|&e| of(scores, e)).collect();
         let gap = order.get(k).map_or(f64::INFINITY, |&next| of(biased, order[k - 1]) - of(biased, next));
-        self.push(&order[..k], &router_weights(&selected, rule.renormalize, rule.scaling_factor), gap);
+        let mut weights = router_weights(&selected, rule.renormalize, rule.scaling_factor);
+        if let Some(p) = rule.top_p {
+            self.used.push(keep_top_p(&mut weights, &selected, p));
+        }
+        self.push(&order[..k], &weights, gap);
     }
 
     /// The next row, `row`, is lost.

@@ -1,7 +1,9 @@
 //! The control flow of the model, exactly once. Sections are those of `docs/arithmetic.md`.
 
 mod error;
+mod lookahead;
 mod plan;
+mod working;
 
 use std::ops::Range;
 
@@ -15,7 +17,10 @@ use crate::scalar::{INDEX_NORM_EPS, LORA_NORM_EPS};
 use crate::state::{LayerState, SequenceState};
 
 pub use error::{ForwardError, Place, SpanError, TokenError};
+pub use lookahead::Lookahead;
+use lookahead::NextRouter;
 use plan::ExpertPlan;
+pub use working::working_bytes_per_token;
 
 /// Some tokens of one sequence: a prefill chunk, or one token to decode.
 pub struct Span<'a, D: Device> {
@@ -106,7 +111,7 @@ impl<D: Device> Model<D> {
     ///
     /// Each span's result is, bit for bit, what it would be alone and for any split of its tokens into spans.
     /// Weights are read once, and each routed expert that any row needs is fetched once. Working memory grows with
-    /// the number of rows; split a long prompt into chunks.
+    /// the number of rows by [`working_bytes_per_token`] each; split a prompt that is too long for that.
     ///
     /// Malformed input is refused before any state is touched. If the pass itself fails, the states of all its
     /// spans are marked unusable.
@@ -192,13 +197,17 @@ impl<D: Device> Pass<'_, '_, D> {
             Some(score) => Some(self.mix(Point::AttnIn(l), stack, &p, score)?),
             None => self.replacement(Point::AttnIn(l))?,
         };
-        let h = h.as_ref().unwrap_or(&p);
-        self.observe(Point::AttnIn(l), h)?;
-        let x = device.rms_norm(h, &layer.input_layernorm, eps)?;
+        let x = {
+            let h = h.as_ref().unwrap_or(&p);
+            self.observe(Point::AttnIn(l), h)?;
+            device.rms_norm(h, &layer.input_layernorm, eps)?
+        };
+        drop(h);
         let y = match &layer.attention {
             Attention::Kda(weights) => self.kda(l, weights, &x, batch)?,
             Attention::Mla(weights) => self.mla(l, weights, &x, batch)?,
         };
+        drop(x);
         self.observe(Point::AttnOut(l), &y)?;
         let mut p = if l.is_multiple_of(self.model.config.attn_res_block_size) {
             stack.push(p);
@@ -213,8 +222,18 @@ impl<D: Device> Pass<'_, '_, D> {
         self.observe(Point::MlpIn(l), &h)?;
         let x = device.rms_norm(&h, &layer.post_attention_layernorm, eps)?;
         let y = match &layer.mlp {
-            Mlp::Dense(weights) => self.gated_mlp(weights, &x)?,
-            Mlp::Moe(weights) => self.moe(l, weights, &x)?,
+            Mlp::Dense(weights) => {
+                // Nothing is being read meanwhile: the best time for a guess.
+                if let Some(router) = NextRouter::behind(l, self) {
+                    router.guess(self, &h)?;
+                }
+                drop(h);
+                self.gated_mlp(weights, &x)?
+            }
+            Mlp::Moe(weights) => {
+                let next = NextRouter::behind(l, self).map(|router| (router, h));
+                self.moe(l, weights, &x, next)?
+            }
         };
         self.observe(Point::MlpOut(l), &y)?;
         device.add(&mut p, &y)?;
@@ -273,9 +292,12 @@ impl<D: Device> Pass<'_, '_, D> {
             a_log: &w.a_log,
             dt_bias: &w.dt_bias,
         };
-        let o = device.kda_step(step, states)?;
+        let mut o = device.kda_step(step, states)?;
+        // What is not needed any more would be the peak of a long prompt.
+        drop((q, k, v, decay, beta));
         let gate = device.linear(&w.g_proj, x)?;
-        let o = device.gated_head_norm(&o, &w.o_norm, &gate, self.model.config.rms_norm_eps)?;
+        o = device.gated_head_norm(&o, &w.o_norm, &gate, self.model.config.rms_norm_eps)?;
+        drop(gate);
         Ok(device.linear(&w.o_proj, &o)?)
     }
 
@@ -296,14 +318,17 @@ impl<D: Device> Pass<'_, '_, D> {
         let q = device.linear(&w.q_b_proj, &cq)?;
         let kv = device.linear(&w.kv_a_proj_with_mqa, x)?;
         device.mla_append(&kv, &w.kv_a_layernorm, LORA_NORM_EPS, states)?;
+        drop(kv);
         let selection = match &w.indexer {
             Some(indexer) => self.index(l, indexer, x, &cq, states)?,
             None => None,
         };
         let attend = MlaAttend { config: &self.model.config.mla, q: &q, kv_b: &w.kv_b_proj };
-        let o = device.mla_attend(attend, selection.as_ref(), states)?;
+        let mut o = device.mla_attend(attend, selection.as_ref(), states)?;
+        drop((cq, q, selection));
         let gate = device.linear(&w.g_proj, x)?;
-        let o = device.sigmoid_gate(&o, &gate)?;
+        o = device.sigmoid_gate(&o, &gate)?;
+        drop(gate);
         Ok(device.linear(&w.o_proj, &o)?)
     }
 
@@ -321,6 +346,7 @@ impl<D: Device> Pass<'_, '_, D> {
         let Some(config) = self.model.indexer() else { return Ok(None) };
         let k = device.linear(&w.wk, x)?;
         device.index_append(&k, &w.k_norm_weight, &w.k_norm_bias, INDEX_NORM_EPS, states)?;
+        drop(k);
 
         let observed = self.observer.wants(Probe::Indexer);
         let keys = self.spans.iter().map(|s| s.position + s.rows.len()).max().unwrap_or(0);
@@ -347,14 +373,22 @@ impl<D: Device> Pass<'_, '_, D> {
         let gate = device.linear(&w.gate_proj, x)?;
         let up = device.linear(&w.up_proj, x)?;
         let inner = device.situ_glu(&gate, &up, self.model.situ_caps())?;
+        drop((gate, up));
         Ok(device.linear(&w.down_proj, &inner)?)
     }
 
-    /// Sections 8.2 and 8.3.
-    fn moe(&mut self, l: usize, w: &Moe<D>, x: &D::Act) -> Result<D::Act, ForwardError> {
+    /// Sections 8.2 and 8.3. `next` is a router to be asked early, and the mix that `x` is the norm of.
+    fn moe(
+        &mut self,
+        l: usize,
+        w: &Moe<D>,
+        x: &D::Act,
+        next: Option<(NextRouter<'_, D>, D::Act)>,
+    ) -> Result<D::Act, ForwardError> {
         let device = &self.model.device;
         let logits = device.linear(&w.gate, x)?;
         let routing = device.route(&logits, &w.e_score_correction_bias, self.model.router_rule())?;
+        drop(logits);
         if self.observer.wants(Probe::Routing) {
             self.observer.routing(l, &routing);
         }
@@ -371,23 +405,41 @@ impl<D: Device> Pass<'_, '_, D> {
             choices: Choices { ids: &plan.choices, ranks: plan.ranks, used: routing.experts_per_token },
             phase: self.phase,
         });
+        let ahead = self.model.lookahead;
+        if let (Some((router, h)), Lookahead::Input) = (&next, ahead) {
+            router.guess(self, h)?;
+        }
         let shared = self.gated_mlp(&w.shared_experts, x)?;
+        if let (Some((router, mut h)), Lookahead::Shared) = (next, ahead) {
+            device.add(&mut h, &shared)?;
+            router.guess(self, &h)?;
+        }
         let z = device.linear(&w.routed_expert_down_proj, x)?;
         let latent = self.model.config.moe.routed_expert_hidden_size;
         let mut outputs = device.expert_outputs(routing.ids.len(), latent)?;
         let mut found = 0;
-        for expert in &mut arrivals {
-            let expert = expert?;
-            let uses = plan.take(l, &expert, &self.model.config.moe)?;
-            device.expert_ffn(expert, &z, &uses, self.model.situ_caps(), &mut outputs)?;
-            found += 1;
+        // Working memory is that of half the rows, or of one expert that more of them use.
+        let most = routing.experts_per_token;
+        let enough = (routing.gaps.len() / 2).max(most);
+        while let Some(first) = arrivals.next() {
+            // What is here already is computed together, while the others are being read.
+            let mut group = vec![plan.take(l, first?, &self.model.config.moe)?];
+            let mut uses = group[0].1.len();
+            while group.len() < most && uses < enough {
+                let Some(more) = arrivals.next_ready() else { break };
+                group.push(plan.take(l, more?, &self.model.config.moe)?);
+                uses += group[group.len() - 1].1.len();
+            }
+            found += group.len();
+            device.experts_ffn(group, &z, self.model.situ_caps(), &mut outputs)?;
         }
         drop(arrivals);
         if found != plan.wanted.len() {
             return Err(ForwardError::MissingExperts { layer: l, expected: plan.wanted.len(), found });
         }
-        let r = device.expert_sum(&outputs, &routing)?;
-        let r = device.rms_norm(&r, &w.routed_expert_norm, self.model.config.rms_norm_eps)?;
+        let mut r = device.expert_sum(&outputs, &routing)?;
+        drop((outputs, z));
+        r = device.rms_norm(&r, &w.routed_expert_norm, self.model.config.rms_norm_eps)?;
         let mut y = device.linear(&w.routed_expert_up_proj, &r)?;
         device.add(&mut y, &shared)?;
         Ok(y)
@@ -420,9 +472,9 @@ impl<D: Device> Pass<'_, '_, D> {
             let stack: Vec<D::Act> =
                 stack.iter().map(|s| device.select_rows(s, &rows)).collect::<Result<_, _>>()?;
             let p = device.select_rows(p, &rows)?;
-            let h = self.mix(Point::FinalMix, &stack, &p, &model.output_attn_res)?;
+            let mut h = self.mix(Point::FinalMix, &stack, &p, &model.output_attn_res)?;
             self.observe(Point::FinalMix, &h)?;
-            let h = device.rms_norm(&h, &model.norm, model.config.rms_norm_eps)?;
+            h = device.rms_norm(&h, &model.norm, model.config.rms_norm_eps)?;
             self.observe(Point::FinalNorm, &h)?;
             device.download(&device.linear(&model.lm_head, &h)?)?
         };

@@ -31,7 +31,8 @@ mod state;
 pub use cpu::{Cpu, MAX_THREADS};
 pub use device::{Device, DeviceError, Routing, Selected, Selection};
 pub use forward::{
-    ForwardError, Logits, LogitsWanted, Place, Span, SpanError, SpanResult, TokenError, check_tokens,
+    ForwardError, Logits, LogitsWanted, Lookahead, Place, Span, SpanError, SpanResult, TokenError,
+    check_tokens, working_bytes_per_token,
 };
 pub use k3_format::WeightSource;
 pub use model::{LoadError, Model, ModelOptions};

@@ -7,6 +7,7 @@ use k3_format::{
 };
 
 use crate::device::{Device, DeviceError, RouterRule, SituCaps};
+use crate::forward::Lookahead;
 use crate::state::{ExportedState, SequenceState, StateError, StateShape};
 
 /// How to load a model.
@@ -18,6 +19,12 @@ pub struct ModelOptions {
     /// Attend all keys although the model has an indexer. For contexts up to its budget the result is
     /// bit-identical; beyond it, it is another function than the one the weights were trained for.
     pub ignore_indexer: bool,
+    /// Use of a token's experts only the first, in rank order, up to this share of their weight, above 0 and at most 1
+    /// (`docs/arithmetic.md` 8.2, "Routed top-p"). Below 1 it is another function than the one the weights were
+    /// trained for.
+    pub routed_top_p: Option<f64>,
+    /// How to guess which experts come next, for stores that read ahead.
+    pub lookahead: Lookahead,
 }
 
 impl ModelOptions {
@@ -32,6 +39,20 @@ impl ModelOptions {
     #[must_use]
     pub fn with_ignore_indexer(mut self, ignore: bool) -> Self {
         self.ignore_indexer = ignore;
+        self
+    }
+
+    /// Use experts up to a share of a token's weight.
+    #[must_use]
+    pub fn with_routed_top_p(mut self, p: Option<f64>) -> Self {
+        self.routed_top_p = p;
+        self
+    }
+
+    /// How to guess which experts come next.
+    #[must_use]
+    pub fn with_lookahead(mut self, lookahead: Lookahead) -> Self {
+        self.lookahead = lookahead;
         self
     }
 }
@@ -75,6 +96,12 @@ pub enum LoadError {
         /// Of the model.
         layers: usize,
     },
+    /// A share that is none.
+    #[error("routed top-p is a share of a token's weight, above 0 and at most 1; found {found}")]
+    RoutedTopP {
+        /// [`ModelOptions::routed_top_p`]
+        found: f64,
+    },
     /// The device refused.
     #[error("loading {id}")]
     Device {
@@ -91,6 +118,8 @@ pub struct Model<D: Device> {
     pub(crate) device: D,
     pub(crate) config: ModelConfig,
     pub(crate) state_shape: Arc<StateShape>,
+    pub(crate) routed_top_p: Option<f64>,
+    pub(crate) lookahead: Lookahead,
     pub(crate) embed_tokens: D::Linear,
     pub(crate) layers: Vec<Layer<D>>,
     pub(crate) output_attn_res: D::Vector,
@@ -378,6 +407,10 @@ impl<D: Device> Model<D> {
         if count == 0 || count > layers {
             return Err(LoadError::Layers { asked: count, layers });
         }
+        if let Some(found) = options.routed_top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
+            return Err(LoadError::RoutedTopP { found });
+        }
+        let routed_top_p = options.routed_top_p.filter(|p| *p < 1.0);
         let indexer = if options.ignore_indexer { None } else { config.indexer.clone() };
         let (e, v) = (config.hidden_size, config.vocab_size);
         let loader = Loader { device: &device, source, config: &config };
@@ -400,7 +433,18 @@ impl<D: Device> Model<D> {
             mla: config.mla.clone(),
             indexer,
         });
-        Ok(Self { device, config, state_shape, embed_tokens, layers, output_attn_res, norm, lm_head })
+        Ok(Self {
+            device,
+            config,
+            state_shape,
+            routed_top_p,
+            lookahead: options.lookahead,
+            embed_tokens,
+            layers,
+            output_attn_res,
+            norm,
+            lm_head,
+        })
     }
 
     /// The device it is on.
@@ -416,6 +460,11 @@ impl<D: Device> Model<D> {
     /// Which function runs: K3.1 weights with the indexer ignored attend as K3 does.
     pub fn attends_as(&self) -> Variant {
         if self.indexer().is_some() { Variant::K31 } else { Variant::K3 }
+    }
+
+    /// [`ModelOptions::routed_top_p`], if it leaves any expert out: 1 is the model's own function.
+    pub fn routed_top_p(&self) -> Option<f64> {
+        self.routed_top_p
     }
 
     /// Layers loaded.
@@ -451,6 +500,7 @@ impl<D: Device> Model<D> {
             experts_per_token: moe.num_experts_per_token,
             renormalize: moe.moe_renormalize,
             scaling_factor: moe.routed_scaling_factor,
+            top_p: self.routed_top_p,
         }
     }
 }

@@ -122,6 +122,7 @@ impl Device for Reference {
     type KdaState = KdaState;
     type MlaState = MlaState;
     type Selection = Selection;
+    const VALUE_BYTES: usize = 8;
 
     fn kind(&self) -> &'static str {
         "reference-f64"

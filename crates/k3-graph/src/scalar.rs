@@ -62,3 +62,23 @@ pub fn router_weights(scores: &[f64], renormalize: bool, scaling_factor: f64) ->
     let divisor = if renormalize && scores.len() > 1 { sum } else { 1.0 };
     scores.iter().map(|s| s / divisor * scaling_factor).collect()
 }
+
+/// Routed top-p (`docs/arithmetic.md` 8.2): of the selected experts, in rank order, the first whose scores sum to the
+/// share `p` of the sum of all, at least one. Their weights are scaled so that they sum to what all summed to; the
+/// weights behind are 0. Returns how many are kept. `p >= 1` keeps all and changes nothing.
+pub fn keep_top_p(weights: &mut [f64], scores: &[f64], p: f64) -> usize {
+    let of_all: f64 = scores.iter().sum();
+    let mut of_kept = 0.0;
+    let mut kept = 0;
+    while kept < scores.len() && (kept == 0 || p >= 1.0 || of_kept < p * of_all) {
+        of_kept += scores[kept];
+        kept += 1;
+    }
+    // Experts without any score, as far as a sigmoid underflows, have nothing to be scaled.
+    if kept < scores.len() && of_kept > 0.0 {
+        weights[..kept].iter_mut().for_each(|w| *w *= of_all / of_kept);
+        weights[kept..].fill(0.0);
+        return kept;
+    }
+    scores.len()
+}

@@ -1,7 +1,7 @@
 //! A checkpoint on a device, and sequences on it.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use k3_experts::{ExpertStore, MappedStore};
 use k3_format::{Checkpoint, OpenOptions};
@@ -10,7 +10,9 @@ use k3_graph::{
     Silent, Span, SpanResult, check_tokens,
 };
 
-use crate::{Error, RunError};
+use crate::memory::chunk_tokens;
+use crate::record::{Recorder, Recording};
+use crate::{Error, RecordError, RunError};
 
 /// How to open a checkpoint.
 #[derive(Clone, Debug)]
@@ -20,14 +22,25 @@ pub struct EngineOptions {
     pub open: OpenOptions,
     /// Truncated stacks, and K3.1 without its indexer.
     pub model: ModelOptions,
-    /// Tokens that prefill hands to the model at once. Working memory grows with it; the result does not depend
-    /// on it.
-    pub chunk_tokens: usize,
+    /// Bytes of activations that prefill may keep while it works. A prompt is cut into as few chunks of equal size as
+    /// that allows ([`k3_graph::working_bytes_per_token`]), because every chunk reads the experts it needs again. The result
+    /// does not depend on it.
+    pub activation_bytes: u64,
+    /// Tokens of a chunk at most, whatever they need.
+    pub chunk_tokens: Option<usize>,
 }
+
+/// [`EngineOptions::activation_bytes`]: a prompt of 2,048 tokens is one chunk in the released models.
+pub const ACTIVATION_BYTES: u64 = 2 << 30;
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { open: OpenOptions::default(), model: ModelOptions::default(), chunk_tokens: 512 }
+        Self {
+            open: OpenOptions::default(),
+            model: ModelOptions::default(),
+            activation_bytes: ACTIVATION_BYTES,
+            chunk_tokens: None,
+        }
     }
 }
 
@@ -51,7 +64,8 @@ pub struct Engine<D: Device> {
     model: Model<D>,
     store: Arc<dyn ExpertStore>,
     checkpoint: Arc<Checkpoint>,
-    chunk_tokens: usize,
+    options: EngineOptions,
+    recorder: Option<Mutex<Recorder>>,
 }
 
 /// One sequence: the state, and the ids that led to it.
@@ -147,7 +161,7 @@ impl<D: Device> Engine<D> {
             &mut |layers, of| progress(OpenProgress::Loaded { layers, of }),
         )
         .map_err(|source| Error::Load { dir, source })?;
-        Ok(Self { model, store, checkpoint, chunk_tokens: options.chunk_tokens.max(1) })
+        Ok(Self { model, store, checkpoint, options: options.clone(), recorder: None })
     }
 
     /// The files.
@@ -165,14 +179,30 @@ impl<D: Device> Engine<D> {
         &*self.store
     }
 
-    /// Tokens that prefill hands to the model at once.
+    /// Tokens that prefill hands to the model at once, at most.
     pub fn chunk_tokens(&self) -> usize {
-        self.chunk_tokens
+        self.most_tokens(LogitsWanted::Last)
     }
 
     /// Changes [`EngineOptions::chunk_tokens`]. No result depends on it.
     pub fn set_chunk_tokens(&mut self, tokens: usize) {
-        self.chunk_tokens = tokens.max(1);
+        self.options.chunk_tokens = Some(tokens);
+    }
+
+    /// Tokens of a chunk at most, if these logits are wanted of it.
+    fn most_tokens(&self, wanted: LogitsWanted) -> usize {
+        chunk_tokens(self.model.config(), &self.options, D::VALUE_BYTES, wanted)
+    }
+
+    /// Passes that [`Engine::run`] makes for so many tokens.
+    pub fn passes(&self, tokens: usize, wanted: LogitsWanted) -> usize {
+        tokens.div_ceil(self.most_tokens(wanted))
+    }
+
+    /// What makes this another function than the model's own and is to be said beside every hash of its logits: nothing,
+    /// or ` (routed top-p 0.9)`.
+    pub fn deviation(&self) -> String {
+        self.model.routed_top_p().map_or_else(String::new, |p| format!(" (routed top-p {p})"))
     }
 
     /// A sequence without tokens.
@@ -190,6 +220,27 @@ impl<D: Device> Engine<D> {
         self.run(sequence, &[token], LogitsWanted::Last, &mut Silent)
     }
 
+    /// Records from now on which experts every token chooses, those that nearly came behind them, as a trace in `path`
+    /// ([`k3_experts::trace`]). It is written pass by pass under another name, and has its own when
+    /// [`Engine::finish_recording`] returns. Passes of an engine that records take turns.
+    ///
+    /// # Errors
+    /// [`RecordError`].
+    pub fn record_routing(&mut self, path: impl AsRef<Path>) -> Result<(), RecordError> {
+        let recorder = Recorder::create(path.as_ref(), self.model.config(), self.model.num_layers())?;
+        self.recorder = Some(Mutex::new(recorder));
+        Ok(())
+    }
+
+    /// Ends a recording, and returns the number of tokens in it; `None` if there is none.
+    ///
+    /// # Errors
+    /// [`RecordError::Write`], also for what went wrong on the way: a run goes on without its recording.
+    pub fn finish_recording(&mut self) -> Result<Option<usize>, RecordError> {
+        let recorder = self.recorder.take().map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner));
+        recorder.map(Recorder::finish).transpose()
+    }
+
     /// One forward pass over several sequences: weights and experts are read once for all of them. Each gets, bit for
     /// bit, what it would get alone, and fails alone; working memory grows with the number of tokens.
     pub fn step(
@@ -201,7 +252,16 @@ impl<D: Device> Engine<D> {
             .iter_mut()
             .map(|s| Span { state: &mut s.sequence.state, tokens: s.tokens, logits: s.logits })
             .collect();
-        let results = self.model.forward(&mut spans, &*self.store, observer)?;
+        let results = match &self.recorder {
+            None => self.model.forward(&mut spans, &*self.store, observer)?,
+            Some(recorder) => {
+                let recorder = &mut *recorder.lock().unwrap_or_else(PoisonError::into_inner);
+                let observer = &mut Recording { recorder, inner: observer };
+                let results = self.model.forward(&mut spans, &*self.store, observer);
+                observer.recorder.end_pass(results.is_ok());
+                results?
+            }
+        };
         for (step, result) in batch.iter_mut().zip(&results) {
             if result.is_ok() {
                 step.sequence.tokens.extend_from_slice(step.tokens);
@@ -210,7 +270,9 @@ impl<D: Device> Engine<D> {
         Ok(results)
     }
 
-    /// Consumes `tokens` in chunks, with an observer, and returns the logits wanted.
+    /// Consumes `tokens` in as few chunks as [`EngineOptions::activation_bytes`] allows, with an observer, and returns
+    /// the logits wanted. Each chunk goes through all layers before the next, so of a prompt that is one chunk every
+    /// expert is read at most once.
     ///
     /// A prompt that cannot be run as a whole is refused before any of it is consumed, and never cut.
     pub fn run(
@@ -222,9 +284,9 @@ impl<D: Device> Engine<D> {
     ) -> Result<Logits, RunError> {
         check_tokens(self.model.config(), tokens, sequence.position())?;
         let mut logits = Logits::default();
-        let chunks = tokens.chunks(self.chunk_tokens);
+        let chunks = equal_chunks(tokens, self.passes(tokens.len(), wanted));
         let last = chunks.len() - 1;
-        for (i, chunk) in chunks.enumerate() {
+        for (i, chunk) in chunks.into_iter().enumerate() {
             let want = match wanted {
                 LogitsWanted::Last if i < last => LogitsWanted::None,
                 other => other,
@@ -235,5 +297,38 @@ impl<D: Device> Engine<D> {
             logits.values.extend(part.values);
         }
         Ok(logits)
+    }
+}
+
+/// `tokens` in `n` pieces, the longest one token longer than the shortest.
+fn equal_chunks(mut tokens: &[u32], n: usize) -> Vec<&[u32]> {
+    (0..n)
+        .map(|i| {
+            let (chunk, rest) = tokens.split_at(tokens.len().div_ceil(n - i));
+            tokens = rest;
+            chunk
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::equal_chunks;
+
+    #[track_caller]
+    fn check(tokens: u32, n: usize, expected: &[usize]) {
+        let tokens: Vec<u32> = (0..tokens).collect();
+        let chunks = equal_chunks(&tokens, n);
+        assert_eq!(chunks.iter().map(|c| c.len()).collect::<Vec<_>>(), expected);
+        assert_eq!(chunks.concat(), tokens);
+    }
+
+    #[test]
+    fn chunks_are_of_equal_size() {
+        check(1, 1, &[1]);
+        check(2048, 1, &[2048]);
+        check(513, 2, &[257, 256]);
+        check(7, 3, &[3, 2, 2]);
+        check(4, 4, &[1, 1, 1, 1]);
     }
 }

@@ -101,7 +101,7 @@ impl<D: Device> Engine<D> {
             stop.extend(self.stop_ids());
         }
         let context = self.model().config().max_position_embeddings;
-        let passes = prompt.len().div_ceil(self.chunk_tokens());
+        let passes = self.passes(prompt.len(), LogitsWanted::Last);
         let mut watch = Watch { events, done: 0, of: passes * self.model().num_layers() };
         let mut generation = Generation {
             tokens: Vec::new(),

@@ -3,6 +3,9 @@
 use k3_experts::plan::{ExpertSizes, Needs};
 use k3_experts::trace::Geometry;
 use k3_format::{AttentionKind, ModelConfig};
+use k3_graph::{LogitsWanted, working_bytes_per_token};
+
+use crate::EngineOptions;
 
 /// Bytes of a sequence's state on the CPU device: fixed, and for each token of its context.
 pub fn state_bytes(config: &ModelConfig) -> (u64, u64) {
@@ -15,37 +18,35 @@ pub fn state_bytes(config: &ModelConfig) -> (u64, u64) {
     ((4 * kda_layers * kda) as u64, (4 * full * mla) as u64)
 }
 
-/// Bytes of the values that are in memory at once while `rows` tokens go through a layer of the CPU device: the
-/// running sum and its snapshots, what the widest sublayer keeps, and the copies that a product makes.
-pub fn activation_bytes(config: &ModelConfig, rows: usize) -> u64 {
-    let e = config.hidden_size;
-    let snapshots = config.num_hidden_layers().div_ceil(config.attn_res_block_size.max(1));
-    // Snapshots, running sum, mix, norm, output.
-    let stream = (snapshots + 4) * e;
-    // q, k, v before and after their convolution, decay, output twice, gate, gated.
-    let p = config.kda.projection_size();
-    let kda = 9 * p;
-    let mla = &config.mla;
-    let index =
-        config.indexer.as_ref().map_or(0, |i| i.n_heads * (i.head_dim + 1) + i.topk.min(rows.max(1) * 4));
-    let attention = mla.num_heads * mla.qk_head_dim() + mla.q_lora_rank + 3 * mla.output_size() + index;
-    let moe = &config.moe;
-    let (shared, latent) = (moe.shared_intermediate_size(), moe.routed_expert_hidden_size);
-    let routed = (moe.num_experts_per_token + 3) * latent + 3 * moe.moe_intermediate_size;
-    let experts = moe.num_experts + 3 * shared + e + routed;
-    let dense = if config.first_k_dense_replace > 0 { 3 * config.intermediate_size } else { 0 };
-    let widest = [e, p, mla.num_heads * mla.qk_head_dim(), shared, dense / 3].into_iter().max().unwrap_or(e);
-    let sublayer = [kda, attention, experts, dense].into_iter().max().unwrap_or(0);
-    4 * rows as u64 * (stream + sublayer + 2 * widest) as u64
+/// Tokens that prefill computes at once at most under [`EngineOptions::activation_bytes`], on a device with
+/// activations of `value_bytes` ([`k3_graph::Device::VALUE_BYTES`]), if these logits are wanted of it.
+pub fn chunk_tokens(
+    config: &ModelConfig,
+    options: &EngineOptions,
+    value_bytes: usize,
+    wanted: LogitsWanted,
+) -> usize {
+    let bytes = working_bytes_per_token(config, value_bytes, wanted).max(1);
+    let fitting = usize::try_from(options.activation_bytes / bytes).unwrap_or(usize::MAX);
+    options.chunk_tokens.unwrap_or(fitting).max(1)
 }
 
-/// What `sequences` of up to `context` tokens need, when prefill computes `rows` tokens at once and `pinned` bytes of
+/// What `sequences` of up to `context` tokens need, when prefill computes `chunk` tokens at once and `pinned` bytes of
 /// weights are kept.
-pub fn needs(config: &ModelConfig, pinned: u64, sequences: u64, context: u64, rows: usize) -> Needs {
+pub fn needs(
+    config: &ModelConfig,
+    pinned: u64,
+    sequences: u64,
+    context: u64,
+    chunk: usize,
+    value_bytes: usize,
+) -> Needs {
     let (fixed, growing) = state_bytes(config);
     // What grows is doubled when it is full.
     let state = fixed.saturating_add(growing.saturating_mul(context).saturating_mul(2));
-    Needs { pinned, state: state.saturating_mul(sequences), activations: activation_bytes(config, rows) }
+    let working = working_bytes_per_token(config, value_bytes, LogitsWanted::Last);
+    let activations = working.saturating_mul(context.min(chunk as u64));
+    Needs { pinned, state: state.saturating_mul(sequences), activations }
 }
 
 /// The routed experts of a model, `slot_bytes` each.

@@ -18,6 +18,9 @@ use safetensors::{Dtype, SafeTensors, View};
 use crate::{Engine, Sequence};
 
 const FORMAT: &str = "k3-sequence-state-1";
+/// Key of [`k3_graph::ModelOptions::routed_top_p`], and its value where every expert is used.
+const ROUTED_TOP_P: &str = "routed top-p";
+const OFF: &str = "off";
 const NO_CHECKSUM: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 /// Names of state tensors; files hold no others.
 const PARTS: [&str; 5] = ["conv", "state", "latent", "extra_key", "index_key"];
@@ -152,9 +155,14 @@ impl<D: Device> Engine<D> {
         }
         verify(path, &bytes, field("checksum")?)?;
         for (key, expected) in self.identity() {
-            let found = field(key)?;
-            if *found != expected {
-                let (path, found) = (path.into(), found.clone());
+            // Files from before there was such a setting were made without it.
+            let found = if key == ROUTED_TOP_P {
+                metadata.get(key).map_or(OFF, String::as_str)
+            } else {
+                field(key)?.as_str()
+            };
+            if found != expected {
+                let (path, found) = (path.into(), found.to_owned());
                 return Err(SavedStateError::Mismatch { path, what: key, expected, found });
             }
         }
@@ -170,7 +178,7 @@ impl<D: Device> Engine<D> {
     }
 
     /// What a state must share with the engine that continues it.
-    fn identity(&self) -> [(&'static str, String); 5] {
+    fn identity(&self) -> [(&'static str, String); 6] {
         let attends = match self.model().attends_as() {
             Variant::K3 => "every key",
             Variant::K31 => "the indexer's selection",
@@ -181,6 +189,7 @@ impl<D: Device> Engine<D> {
             ("arithmetic", k3_graph::ARITHMETIC.to_string()),
             ("layers", self.model().num_layers().to_string()),
             ("attention to", attends.to_owned()),
+            (ROUTED_TOP_P, self.model().routed_top_p().map_or(OFF.to_owned(), |p| p.to_string())),
         ]
     }
 

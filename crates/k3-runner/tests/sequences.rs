@@ -286,3 +286,46 @@ fn a_sequence_belongs_to_its_engine() {
     assert!(matches!(other.prefill(&mut sequence, &[5]), Err(RunError::Forward(_))));
     one.prefill(&mut sequence, &[5]).unwrap();
 }
+
+/// A state is continued only by the function that made it.
+#[test]
+fn a_state_of_another_routed_top_p_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("state");
+    let open = |p: Option<f64>| {
+        let mut options = EngineOptions::default();
+        options.model = ModelOptions::default().with_routed_top_p(p);
+        open_with("tiny-k31", Cpu::new(2).unwrap(), &options)
+    };
+    let hash = |engine: &Engine<Cpu>| finish(engine, &mut engine.new_sequence().unwrap(), &prompt(30));
+    let engines = [None, Some(1.0), Some(0.5), Some(0.7)].map(open);
+    assert_eq!(hash(&engines[0]), hash(&engines[1]), "1 leaves nothing out");
+    assert_ne!(hash(&engines[0]), hash(&engines[2]));
+    assert_eq!(
+        engines.each_ref().map(Engine::deviation),
+        ["", "", " (routed top-p 0.5)", " (routed top-p 0.7)"]
+    );
+    for (i, from) in engines.iter().enumerate() {
+        let mut sequence = from.new_sequence().unwrap();
+        from.prefill(&mut sequence, &prompt(9)).unwrap();
+        from.save(&sequence, &path).unwrap();
+        for (j, to) in engines.iter().enumerate() {
+            match to.restore(&path) {
+                Ok(restored) => assert!(i == j || i + j == 1, "{i} to {j}: {restored:?}"),
+                Err(SavedStateError::Mismatch { what: "routed top-p", .. }) => assert!(i != j && i + j != 1),
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_routed_top_p_that_is_no_share_is_refused() {
+    for p in [0.0, -0.5, 1.01, f64::NAN, f64::INFINITY] {
+        let mut options = EngineOptions::default();
+        options.model = ModelOptions::default().with_routed_top_p(Some(p));
+        let opened = Engine::open(fixture("tiny-k3"), Cpu::new(1).unwrap(), &options, &mut |_| {});
+        let Err(k3_runner::Error::Load { source, .. }) = opened else { panic!("{p} was taken") };
+        assert!(matches!(source, k3_graph::LoadError::RoutedTopP { .. }), "{source}");
+    }
+}

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use k3_graph::select::argmax;
 use k3_graph::{Device, LogitsWanted, Observer};
-use k3_runner::{Chatter, Engine, EngineOptions, LogitsHash, LogitsHasher, RunError, check_vocabulary};
+use k3_runner::{Chatter, Engine, LogitsHash, LogitsHasher, RunError, check_vocabulary};
 use k3_tokenizer::Tokenizer;
 
 use super::conversation::{self, Scene};
@@ -26,6 +26,8 @@ use crate::prompt::{control_prompt, fixed_prompt};
 /// Prefill chunk sizes that cycles go through; the whole prompt comes before them, or as much of it as the engine
 /// takes at once.
 const CHUNKS: [usize; 2] = [7, 1];
+/// Tokens of a chunk of the first cycle at most.
+const WHOLE: usize = 512;
 /// Length of the fixed prompt and of the continuation where nothing is expected.
 const PROMPT: usize = 16;
 const CONTINUATION: usize = 8;
@@ -214,11 +216,10 @@ fn fill<D: Device>(
     report: &mut Report,
     out: &mut dyn Write,
 ) -> Result<()> {
-    let whole = EngineOptions::default().chunk_tokens;
     for i in 0..args.cycles as usize {
         let chunk = match (args.chunk, i % (CHUNKS.len() + 1)) {
             (Some(chunk), _) => chunk.min(prompt.len()),
-            (None, 0) => prompt.len().min(whole),
+            (None, 0) => prompt.len().min(WHOLE),
             (None, turn) => CHUNKS[turn - 1].min(prompt.len()),
         };
         engine.set_chunk_tokens(chunk);
@@ -242,7 +243,7 @@ fn fill<D: Device>(
     });
 
     let Some(expected) = expected else { return Ok(()) };
-    engine.set_chunk_tokens(args.chunk.unwrap_or(prompt.len()).min(whole));
+    engine.set_chunk_tokens(args.chunk.unwrap_or(prompt.len()).min(WHOLE));
     let recording = recorded(engine, prompt, expected, sizes)?;
     let note = "a run that is watched gives other bits than one that is not";
     report.checks.push(Check::of(
@@ -280,7 +281,7 @@ fn speak<D: Device>(
     report: &mut Report,
     out: &mut dyn Write,
 ) -> Result<()> {
-    engine.set_chunk_tokens(args.chunk.unwrap_or(EngineOptions::default().chunk_tokens));
+    engine.set_chunk_tokens(args.chunk.unwrap_or(WHOLE));
     if !goldens.is_empty() {
         report.checks.extend(goldens::check(engine, goldens)?);
     }

@@ -138,12 +138,13 @@ pub(super) fn cycle<D: Device>(
 ) -> Result<()> {
     writeln!(
         out,
-        "  cycle {number}  {name}  {}  {}  {}  chunk {:<3} logits_hash {}  top-1 {:<6} {:.2} s",
+        "  cycle {number}  {name}  {}  {}  {}  chunk {:<3} logits_hash {}{}  top-1 {:<6} {:.2} s",
         engine.checkpoint().variant(),
         engine.model().device().kind(),
         count(threads, "thread"),
         cycle.chunk,
         cycle.logits_hash,
+        engine.deviation(),
         cycle.top1,
         cycle.time.as_secs_f64(),
     )

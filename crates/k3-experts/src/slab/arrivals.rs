@@ -10,7 +10,7 @@ use super::Shared;
 use super::pool::Filled;
 use super::reader::SlotReadError;
 use super::ticket::{Delivery, Key};
-use crate::{Expert, ExpertError};
+use crate::{Arrive, Expert, ExpertError};
 
 /// How long to wait before looking whether something else has to happen first.
 const PATIENCE: Duration = Duration::from_millis(2);
@@ -57,7 +57,10 @@ impl<'a> Pending<'a> {
                         if let Ok(delivery) = self.receiver.try_recv() {
                             break Ok(delivery);
                         }
-                        self.shared.pool.relieve();
+                        // What somebody waits for comes before what nobody has asked for.
+                        if !self.shared.give_up_guesses() {
+                            self.shared.pool.relieve();
+                        }
                     }
                 }
                 delivery => break delivery,
@@ -68,25 +71,47 @@ impl<'a> Pending<'a> {
     }
 }
 
+impl Pending<'_> {
+    /// What is in memory, hits first.
+    fn here(&mut self) -> Option<Result<Expert, ExpertError>> {
+        if let Some((key, filled)) = self.hits.pop_front() {
+            return Some(self.shared.lease(key, &filled));
+        }
+        self.ready.pop_front()
+    }
+
+    fn open(&self, (key, result): Delivery) -> Result<Expert, ExpertError> {
+        match result {
+            Ok(filled) => self.shared.lease(key, &filled),
+            Err(error) => Err(key.unreadable(error)),
+        }
+    }
+}
+
 impl Iterator for Pending<'_> {
     type Item = Result<Expert, ExpertError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if let Some((key, filled)) = self.hits.pop_front() {
-            return Some(self.shared.lease(key, &filled));
-        }
-        if let Some(error) = self.ready.pop_front() {
-            return Some(error);
+        if let Some(here) = self.here() {
+            return Some(here);
         }
         self.waiting = self.waiting.checked_sub(1)?;
-        Some(match self.wait() {
-            Ok((key, Ok(filled))) => self.shared.lease(key, &filled),
-            Ok((key, Err(error))) => Err(key.unreadable(error)),
-            Err(_) => {
-                self.waiting = 0;
-                Err(ExpertError::Stopped { source: Box::new(SlotReadError::Closed) })
-            }
-        })
+        let Ok(delivery) = self.wait() else {
+            self.waiting = 0;
+            return Some(Err(ExpertError::Stopped { source: Box::new(SlotReadError::Closed) }));
+        };
+        Some(self.open(delivery))
+    }
+}
+
+impl Arrive for Pending<'_> {
+    fn next_ready(&mut self) -> Option<Self::Item> {
+        if let Some(here) = self.here() {
+            return Some(here);
+        }
+        let delivery = self.receiver.try_recv().ok()?;
+        self.waiting -= 1;
+        Some(self.open(delivery))
     }
 }
 

@@ -61,6 +61,10 @@ struct Inner {
     allocated: usize,
     /// Reads without a buffer, oldest first.
     parked: VecDeque<Arc<Ticket>>,
+    /// Guesses without a buffer. They get one when no read waits for it.
+    wishes: VecDeque<Arc<Ticket>>,
+    guesses: u64,
+    bytes_guessed: u64,
     /// Reads with one.
     reading: usize,
     over_budget: u64,
@@ -97,17 +101,37 @@ impl Pool {
         }
     }
 
-    /// Starts a read if there is a buffer to spare.
-    pub(super) fn request_if_free(&self, ticket: &Arc<Ticket>) -> bool {
+    /// Starts a guess as soon as there is a buffer that no read waits for.
+    pub(super) fn wish(&self, ticket: &Arc<Ticket>) {
         let mut inner = self.inner();
-        if !inner.parked.is_empty() {
-            return false;
+        let is_first = inner.parked.is_empty() && inner.wishes.is_empty();
+        let buffer = if is_first { self.take(&mut inner) } else { None };
+        match buffer {
+            Some(buffer) => self.start_guess(inner, ticket, buffer),
+            None => inner.wishes.push_back(ticket.clone()),
         }
-        let Some(buffer) = self.take(&mut inner) else { return false };
+    }
+
+    /// Takes a guess back that was not started. Returns whether it was there.
+    pub(super) fn take_back(&self, ticket: &Arc<Ticket>) -> bool {
+        let mut inner = self.inner();
+        let before = inner.wishes.len();
+        inner.wishes.retain(|wish| !Arc::ptr_eq(wish, ticket));
+        inner.wishes.len() < before
+    }
+
+    fn start_guess(&self, mut inner: MutexGuard<'_, Inner>, ticket: &Arc<Ticket>, buffer: BytesMut) {
         inner.reading += 1;
+        inner.guesses += 1;
+        inner.bytes_guessed += ticket.place.bytes() as u64;
         drop(inner);
         self.drives.issue(ticket, buffer);
-        true
+    }
+
+    /// Guesses that were started, and their bytes.
+    pub(super) fn guessed(&self) -> (u64, u64) {
+        let inner = self.inner();
+        (inner.guesses, inner.bytes_guessed)
     }
 
     /// A read has ended.
@@ -170,7 +194,10 @@ impl Pool {
                 drop(inner);
                 self.drives.issue(&ticket, buffer);
             }
-            None => inner.free.push(buffer),
+            None => match inner.wishes.pop_front() {
+                Some(wish) => self.start_guess(inner, &wish, buffer),
+                None => inner.free.push(buffer),
+            },
         }
     }
 }

@@ -41,6 +41,48 @@ pub enum TraceFileError {
     },
 }
 
+/// How a trace becomes bytes: for a run that is written token by token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Format {
+    geometry: Geometry,
+    ranks: usize,
+}
+
+impl Format {
+    /// Whether a trace of this geometry can be written: layers, experts and experts a token are 1 to 65536, and a token
+    /// uses no more than there are.
+    pub fn has_room(geometry: Geometry) -> bool {
+        let Geometry { layers, experts, per_token } = geometry;
+        [layers, experts, per_token].iter().all(|n| (1..=MAX).contains(n)) && per_token <= experts
+    }
+
+    /// For tokens with `ranks` experts a layer.
+    ///
+    /// # Panics
+    /// If there is no room ([`Format::has_room`]), or `ranks` is smaller than what a token uses or larger than a layer.
+    pub fn new(geometry: Geometry, ranks: usize) -> Self {
+        assert!(Self::has_room(geometry), "{geometry:?} does not fit the format");
+        assert!((geometry.per_token..=geometry.experts).contains(&ranks), "{ranks} ranks of {geometry:?}");
+        Self { geometry, ranks }
+    }
+
+    /// Experts of a choice.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// The first line, with its line feed.
+    pub fn header(&self) -> String {
+        let Geometry { layers, experts, per_token } = self.geometry;
+        format!("k3-routing 1 {layers} {experts} {per_token} {}\n", self.ranks)
+    }
+
+    /// Choices of whole tokens `[tokens, layers, ranks]`.
+    pub fn encode(&self, choices: impl IntoIterator<Item = ExpertId>) -> Vec<u8> {
+        choices.into_iter().flat_map(|id| (id as u16).to_le_bytes()).collect()
+    }
+}
+
 impl Trace {
     /// Writes all tokens.
     ///
@@ -48,13 +90,11 @@ impl Trace {
     /// What writing gives.
     ///
     /// # Panics
-    /// If the geometry has more than 65536 experts a layer.
+    /// If the geometry does not fit the format ([`Format::has_room`]).
     pub fn write(&self, mut out: impl Write) -> io::Result<()> {
-        let Geometry { layers, experts, per_token } = self.geometry;
-        assert!(experts <= MAX, "{experts} experts do not fit the format");
-        writeln!(out, "k3-routing 1 {layers} {experts} {per_token} {}", self.ranks)?;
-        let bytes: Vec<u8> = self.ids.iter().flat_map(|&id| (id as u16).to_le_bytes()).collect();
-        out.write_all(&bytes)
+        let format = Format::new(self.geometry, self.ranks);
+        out.write_all(format.header().as_bytes())?;
+        out.write_all(&format.encode(self.ids.iter().copied()))
     }
 
     /// Reads a trace. What follows the last whole token is ignored.

@@ -3,6 +3,7 @@
 //! Every element of a result is computed by one task in one fixed order, so threads and batch change nothing.
 //! Dot products have the reduction shape of [`k3_quant::cpu`]; exponentials are taken in f64 and rounded once.
 
+mod experts;
 mod kda;
 mod mla;
 
@@ -177,8 +178,11 @@ fn situ(gate: &Rows, up: &Rows, caps: SituCaps) -> Rows {
     gate.map2(up, |g, u| situ_glu(f64::from(g), f64::from(u), caps.beta, caps.linear_beta) as f32)
 }
 
-fn gather(x: &Rows, rows: impl Iterator<Item = usize>) -> Rows {
-    Rows { width: x.width, values: rows.flat_map(|r| x.row(r)).copied().collect() }
+fn gather(x: &Rows, rows: &[usize]) -> Rows {
+    // In one piece: a vector that grows is up to twice as large.
+    let mut values = Vec::with_capacity(rows.len() * x.width);
+    rows.iter().for_each(|&r| values.extend_from_slice(x.row(r)));
+    Rows { width: x.width, values }
 }
 
 impl Device for Cpu {
@@ -231,7 +235,7 @@ impl Device for Cpu {
     }
 
     fn select_rows(&self, x: &Rows, rows: &[usize]) -> Result<Rows, DeviceError> {
-        Ok(gather(x, rows.iter().copied()))
+        Ok(gather(x, rows))
     }
 
     fn situ_glu(&self, gate: &Rows, up: &Rows, caps: SituCaps) -> Result<Rows, DeviceError> {
@@ -379,14 +383,17 @@ impl Device for Cpu {
         caps: SituCaps,
         out: &mut Rows,
     ) -> Result<(), DeviceError> {
-        let y = self.pool.install(|| {
-            let z = gather(z, uses.iter().map(|u| u.row));
-            let inner = situ(&linear(&expert.w1, &z), &linear(&expert.w3, &z), caps);
-            linear(&expert.w2, &inner)
-        });
-        for (i, u) in uses.iter().enumerate() {
-            out.values[u.slot * y.width..(u.slot + 1) * y.width].copy_from_slice(y.row(i));
-        }
+        self.experts_ffn(vec![(expert, uses.to_vec())], z, caps, out)
+    }
+
+    fn experts_ffn(
+        &self,
+        experts: Vec<(Expert, Vec<ExpertUse>)>,
+        z: &Rows,
+        caps: SituCaps,
+        out: &mut Rows,
+    ) -> Result<(), DeviceError> {
+        self.pool.install(|| experts::ffn(experts, z, caps, out));
         Ok(())
     }
 

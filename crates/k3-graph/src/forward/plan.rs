@@ -33,7 +33,7 @@ impl ExpertPlan {
             }
             choices.extend_from_slice(ids);
             choices.extend_from_slice(&routing.runner_ups[row * behind..(row + 1) * behind]);
-            for (rank, &id) in ids.iter().enumerate() {
+            for (rank, &id) in ids[..routing.used(row)].iter().enumerate() {
                 uses[id as usize].push(ExpertUse { row, slot: row * k + rank });
                 best_rank[id as usize] = best_rank[id as usize].min(rank);
             }
@@ -44,13 +44,13 @@ impl ExpertPlan {
         Self { wanted, choices, ranks: k + behind, uses }
     }
 
-    /// The uses of an expert that came, if it was still to come and has the right sizes.
+    /// An expert that came and its uses, if it was still to come and has the right sizes.
     pub(super) fn take(
         &mut self,
         layer: usize,
-        expert: &Expert,
+        expert: Expert,
         config: &MoeConfig,
-    ) -> Result<Vec<ExpertUse>, ForwardError> {
+    ) -> Result<(Expert, Vec<ExpertUse>), ForwardError> {
         let id = expert.id;
         let uses = self.uses.get_mut(id as usize).map(std::mem::take).unwrap_or_default();
         if uses.is_empty() {
@@ -65,6 +65,6 @@ impl ExpertPlan {
                 return Err(ForwardError::ExpertShape { layer, expert: id, expected, found });
             }
         }
-        Ok(uses)
+        Ok((expert, uses))
     }
 }

@@ -416,19 +416,20 @@ fn index_both<D: Device>(d: &D, heads: usize, dim: usize, calls: &[usize]) -> (V
 
 #[test]
 fn router() {
-    agree!(route_weights(1, 17, 16));
-    agree!(route_weights(5, 37, 4));
+    agree!(route_weights(1, 17, 16, None));
+    agree!(route_weights(5, 37, 4, None));
+    agree!(route_weights(5, 37, 4, Some(0.6)));
     let ids = |routing: k3_graph::Routing| routing.ids;
-    assert_eq!(ids(route(&cpu(), 5, 37, 4)), ids(route(&Reference, 5, 37, 4)));
+    assert_eq!(ids(route(&cpu(), 5, 37, 4, None)), ids(route(&Reference, 5, 37, 4, None)));
 }
 
-fn route_weights<D: Device>(d: &D, rows: usize, experts: usize, k: usize) -> Vec<f32> {
-    route(d, rows, experts, k).weights.iter().map(|&w| w as f32).collect()
+fn route_weights<D: Device>(d: &D, rows: usize, experts: usize, k: usize, top_p: Option<f64>) -> Vec<f32> {
+    route(d, rows, experts, k, top_p).weights.iter().map(|&w| w as f32).collect()
 }
 
-fn route<D: Device>(d: &D, rows: usize, experts: usize, k: usize) -> k3_graph::Routing {
+fn route<D: Device>(d: &D, rows: usize, experts: usize, k: usize, top_p: Option<f64>) -> k3_graph::Routing {
     let rng = &mut Lcg::new(16);
-    let rule = RouterRule { experts_per_token: k, renormalize: true, scaling_factor: 2.5 };
+    let rule = RouterRule { experts_per_token: k, renormalize: true, scaling_factor: 2.5, top_p };
     let (logits, bias) = (random(d, rng, rows, experts, 3.0), vector(d, rng, experts, 0.2));
     d.route(&logits, &bias, rule).unwrap()
 }
@@ -461,6 +462,7 @@ fn experts<D: Device>(d: &D, format: WeightFormat) -> Vec<f32> {
         experts_per_token: 2,
         ids: vec![8, 3, 3, 0, 3, 8, 0, 8],
         weights: rng.values(8, 1.0).iter().map(|&w| f64::from(w)).collect(),
+        used: Vec::new(),
         runner_ups: Vec::new(),
         gaps: vec![1.0; 4],
         non_finite: Vec::new(),
@@ -469,4 +471,42 @@ fn experts<D: Device>(d: &D, format: WeightFormat) -> Vec<f32> {
     assert!(values[3 * latent..4 * latent].iter().all(|&v| v == 0.0), "an unused slot stays zero");
     values.extend(d.download(&d.expert_sum(&out, &routing).unwrap()).unwrap());
     values
+}
+
+/// However experts are grouped, the bits are those of each alone.
+#[test]
+fn groups_of_experts() {
+    fn check<D: Device>(d: &D, format: WeightFormat) {
+        let rng = &mut Lcg::new(19);
+        let (latent, inner, rows) = (64, 96, 7);
+        let experts: Vec<Expert> = (0..5)
+            .map(|id| {
+                let mut matrix = |rows, cols| random_matrix(format, rows, cols, rng);
+                Expert { id, w1: matrix(inner, latent), w2: matrix(latent, inner), w3: matrix(inner, latent) }
+            })
+            .collect();
+        let z = random(d, rng, rows, latent, 3.0);
+        // Expert e is used by every row that e + 1 divides, as rank e.
+        let uses = |e: usize| -> Vec<ExpertUse> {
+            let used = (0..rows).filter(|row| row % (e + 1) == 0);
+            used.map(|row| ExpertUse { row, slot: row * 5 + e }).collect()
+        };
+        let mut alone = d.expert_outputs(rows * 5, latent).unwrap();
+        for (e, expert) in experts.iter().enumerate() {
+            d.expert_ffn(expert.clone(), &z, &uses(e), CAPS, &mut alone).unwrap();
+        }
+        for groups in [vec![vec![0, 1, 2, 3, 4]], vec![vec![4, 1], vec![2], vec![3, 0]]] {
+            let mut out = d.expert_outputs(rows * 5, latent).unwrap();
+            for group in groups {
+                let group = group.into_iter().map(|e| (experts[e].clone(), uses(e))).collect();
+                d.experts_ffn(group, &z, CAPS, &mut out).unwrap();
+            }
+            let bits = |act| -> Vec<u32> { d.download(act).unwrap().iter().map(|v| v.to_bits()).collect() };
+            assert_eq!(bits(&out), bits(&alone), "{format:?}");
+        }
+    }
+    for format in [Mxfp4, Nvfp4, Bf16] {
+        check(&cpu(), format);
+        check(&Reference, format);
+    }
 }

@@ -5,7 +5,8 @@ use k3_graph::{Device, Reference, Routing};
 
 use crate::support::cpu;
 
-const RULE: RouterRule = RouterRule { experts_per_token: 2, renormalize: true, scaling_factor: 1.0 };
+const RULE: RouterRule =
+    RouterRule { experts_per_token: 2, renormalize: true, scaling_factor: 1.0, top_p: None };
 
 fn route<D: Device>(device: &D, logits: &[f32], bias: &[f32], rule: RouterRule) -> Routing {
     let logits = device.upload(bias.len(), logits).unwrap();
@@ -134,6 +135,7 @@ fn experts_are_summed_in_rank_order() {
             // Ids in another order than ranks.
             ids: vec![2, 0, 1],
             weights: vec![1.0; 3],
+            used: Vec::new(),
             runner_ups: Vec::new(),
             gaps: vec![0.0],
             non_finite: Vec::new(),
@@ -143,4 +145,46 @@ fn experts_are_summed_in_rank_order() {
     assert_eq!(sum([big, 1.0, -big]), [0.0]);
     assert_eq!(sum([big, -big, 1.0]), [1.0]);
     assert_eq!(sum([1.0, big, -big]), [0.0]);
+}
+
+/// Scores 3/4, 1/2, 1/4 and 1/5: shares of all .441, .294, .147 and .118, summing to .441, .735, .882 and 1.
+#[test]
+fn top_p_keeps_the_first_experts_and_their_sum() {
+    const LN_4: f32 = 1.386_294_4;
+    let logits = [-LN_4, LN_3, -LN_3, 0.0];
+    let check = |p: f64, expected: &[f64]| {
+        let rule = RouterRule { experts_per_token: 4, scaling_factor: 2.5, top_p: Some(p), ..RULE };
+        let expected: Vec<f64> = expected.iter().map(|w| w * 2.5).collect();
+        check(&logits, &[0.0; 4], rule, &[1, 3, 2, 0], &expected);
+        let used = expected.iter().filter(|w| **w > 0.0).count();
+        for routing in [route(&Reference, &logits, &[0.0; 4], rule), route(&cpu(), &logits, &[0.0; 4], rule)]
+        {
+            assert_eq!((routing.used(0), routing.used.as_slice()), (used, &[used][..]), "{p}");
+            let sum: f64 = routing.weights.iter().sum();
+            assert!((sum - 2.5).abs() < 1e-12, "{p}: {sum}");
+        }
+    };
+    check(1e-9, &[1.0, 0.0, 0.0, 0.0]);
+    check(0.44, &[1.0, 0.0, 0.0, 0.0]);
+    check(0.45, &[0.6, 0.4, 0.0, 0.0]);
+    check(0.74, &[0.5, 1.0 / 3.0, 1.0 / 6.0, 0.0]);
+    check(0.89, &[0.75 / 1.7, 0.5 / 1.7, 0.25 / 1.7, 0.2 / 1.7]);
+    // All, with the bits of no top-p at all.
+    let all = RouterRule { experts_per_token: 4, ..RULE };
+    let whole = RouterRule { top_p: Some(1.0), ..all };
+    for bias in [[0.0; 4], [0.9, 0.0, -0.3, 0.4]] {
+        let (off, on) = (route(&cpu(), &logits, &bias, all), route(&cpu(), &logits, &bias, whole));
+        assert_eq!((on.ids, on.weights, on.used), (off.ids, off.weights, vec![4]));
+    }
+}
+
+/// Scores may underflow, and rows may be lost.
+#[test]
+fn top_p_of_rows_without_scores() {
+    let rule = RouterRule { top_p: Some(0.5), ..RULE };
+    let logits = [f32::MIN, f32::MIN, f32::MIN, 0.0, f32::NAN, 0.0, LN_3, 0.0, -LN_3];
+    for routing in [route(&Reference, &logits, &[0.0; 3], rule), route(&cpu(), &logits, &[0.0; 3], rule)] {
+        assert_eq!((routing.used.as_slice(), routing.non_finite.as_slice()), (&[2, 2, 1][..], &[1][..]));
+        assert_eq!(routing.weights[..2], [0.0; 2]);
+    }
 }

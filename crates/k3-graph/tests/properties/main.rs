@@ -7,6 +7,7 @@ mod support;
 mod batches;
 mod failures;
 mod indexer;
+mod lookahead;
 mod non_finite;
 mod observers;
 mod refusals;

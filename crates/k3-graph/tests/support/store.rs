@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use k3_experts::{
-    Arrivals, Completion, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase,
+    Arrivals, Completion, Counters, Expert, ExpertError, ExpertId, ExpertRequest, ExpertStore, Phase, Ready,
 };
 use k3_format::ModelConfig;
 use k3_quant::{E8M0, Matrix, MatrixData, WeightFormat};
@@ -47,6 +47,8 @@ pub(crate) struct MemoryStore {
     order: Order,
     fault: Option<Fault>,
     calls: Mutex<Vec<Call>>,
+    wants_guesses: bool,
+    guesses: Mutex<Vec<(usize, Vec<ExpertId>)>>,
 }
 
 impl MemoryStore {
@@ -61,7 +63,26 @@ impl MemoryStore {
         let experts = (0..config.num_hidden_layers())
             .map(|l| (0..moe.num_experts as ExpertId).map(|id| expert(l, id)).collect())
             .collect();
-        Self { experts, order: Order::AsAsked, fault: None, calls: Mutex::default() }
+        Self {
+            experts,
+            order: Order::AsAsked,
+            fault: None,
+            calls: Mutex::default(),
+            wants_guesses: false,
+            guesses: Mutex::default(),
+        }
+    }
+
+    /// Asks for guesses, and notes them.
+    #[must_use]
+    pub(crate) fn with_guesses(mut self) -> Self {
+        self.wants_guesses = true;
+        self
+    }
+
+    /// The guesses since the last look.
+    pub(crate) fn take_guesses(&self) -> Vec<(usize, Vec<ExpertId>)> {
+        std::mem::take(&mut self.guesses.lock().unwrap())
     }
 
     #[must_use]
@@ -114,7 +135,7 @@ impl ExpertStore for MemoryStore {
             Some(Fault::Unasked { layer: l, expert }) if l == layer => ids.push(expert),
             _ => {}
         }
-        Box::new(ids.into_iter().map(move |id| {
+        Box::new(Ready(ids.into_iter().map(move |id| {
             if self.fault == Some(Fault::Unreadable { layer, expert: id }) {
                 let source = "the disk said no".into();
                 return Err(ExpertError::Read { layer, expert: id, source });
@@ -127,7 +148,18 @@ impl ExpertStore for MemoryStore {
                 expert.w3 = random_matrix(WeightFormat::Mxfp4, rows, cols, &mut Lcg::new(0));
             }
             Ok(expert)
-        }))
+        })))
+    }
+
+    fn wants_guesses(&self) -> bool {
+        self.wants_guesses
+    }
+
+    fn prefetch(&self, layer: usize, experts: &[ExpertId]) {
+        let asked = self.calls.lock().unwrap().last().map(|call| (call.layer, call.phase));
+        // Layer 0 has no experts to ask for.
+        assert!(layer == 1 || asked == Some((layer - 1, Phase::Decode)), "{layer}: demand first, {asked:?}");
+        self.guesses.lock().unwrap().push((layer, experts.to_vec()));
     }
 
     /// Everything stays in memory anyway.
