@@ -6,14 +6,14 @@ use k3_experts::{Counters, DriveCounters};
 use k3_graph::Device;
 use k3_runner::Engine;
 
-use crate::clock::Clock;
+use crate::clock::{Clock, Rates};
 use crate::output::tell;
 
 /// What the experts cost, and the tokens.
 pub(crate) fn tell_run<D: Device>(engine: &Engine<D>, clock: &Clock, prompt: usize, completion: usize) {
-    let (first, before, after) = clock.rates(prompt, completion);
-    let each = if after > 0.0 { format!(", {:.3} s a token", 1.0 / after) } else { String::new() };
-    line("prompt", format_args!("{prompt} tokens in {:.2} s, {before:.2} a second", first.as_secs_f64()));
+    let Rates { first, prompt: rate, reply } = clock.rates(prompt, completion);
+    let each = reply.map_or_else(String::new, |rate| format!(", {:.3} s a token", 1.0 / rate.max(1e-9)));
+    line("prompt", format_args!("{prompt} tokens in {:.2} s, {rate:.2} a second", first.as_secs_f64()));
     line("completion", format_args!("{completion} tokens{each}"));
     let store = engine.store();
     table(&store.counters(), &store.drives(), &mut |label, text| line(label, format_args!("{text}")));

@@ -101,6 +101,19 @@ impl Pool {
         }
     }
 
+    /// Starts a read that nobody asked for, if there is a buffer to spare.
+    pub(super) fn request_if_free(&self, ticket: &Arc<Ticket>) -> bool {
+        let mut inner = self.inner();
+        if !(inner.parked.is_empty() && inner.wishes.is_empty()) {
+            return false;
+        }
+        let Some(buffer) = self.take(&mut inner) else { return false };
+        inner.reading += 1;
+        drop(inner);
+        self.drives.issue(ticket, buffer);
+        true
+    }
+
     /// Starts a guess as soon as there is a buffer that no read waits for.
     pub(super) fn wish(&self, ticket: &Arc<Ticket>) {
         let mut inner = self.inner();
