@@ -36,10 +36,10 @@ enum What {
         #[arg(long, default_value_t = 3)]
         repeat: usize,
     },
-    /// Products with bf16 and MXFP4 weights on one thread, for every instruction set of this machine
+    /// Products with weights of every format, on one thread and on all
     ///
-    /// The limit is a plain read of as many bytes.
-    Kernels,
+    /// The limits are reads of as many bytes, plain and with prefetches, and multiply-adds in registers.
+    Kernels(kernels::Args),
     /// Seconds and peak memory of a repack, beside `cp` of the same files to the same disk
     ///
     /// Once with the source in the page cache and once without. A repack ends with its bytes on the disk and `cp` does
@@ -66,7 +66,7 @@ enum What {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     match &args.what {
-        What::Kernels => kernels::run(),
+        What::Kernels(args) => kernels::run(args),
         What::Repack(args) => repack::run(args),
         What::Store { model, reads_in_flight, budget_mb } => {
             store::run(model, *reads_in_flight, budget_mb.saturating_mul(1_000_000))
