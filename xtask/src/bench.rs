@@ -37,10 +37,10 @@ enum What {
         #[arg(long, default_value_t = 3)]
         repeat: usize,
     },
-    /// Products with bf16 and MXFP4 weights on one thread, for every instruction set of this machine
+    /// Products with weights of every format, on one thread and on all
     ///
-    /// The limit is a plain read of as many bytes.
-    Kernels,
+    /// The limits are reads of as many bytes, plain and with prefetches, and multiply-adds in registers.
+    Kernels(kernels::Args),
     /// Seconds of a token and of a prompt, beside those of their reading alone and of their arithmetic alone
     ///
     /// The limit is the greater of the two, measured in the same run: what the experts take to read with nothing to
@@ -74,7 +74,7 @@ enum What {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     match &args.what {
-        What::Kernels => kernels::run(),
+        What::Kernels(args) => kernels::run(args),
         What::Overlap(args) => overlap::run(args),
         What::Repack(args) => repack::run(args),
         What::Store { model, reads_in_flight, budget_mb } => {
