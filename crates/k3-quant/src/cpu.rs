@@ -33,6 +33,7 @@ mod dot;
 mod plain;
 pub mod probe;
 mod product;
+pub mod vector;
 
 use std::ops::Range;
 use std::sync::OnceLock;
