@@ -149,7 +149,7 @@ impl Report {
 
     fn floor(&self) -> f64 {
         let products = self.profile.products() / self.tokens as f64;
-        self.limits.to_read(self.bytes()).max(self.limits.to_add(products))
+        self.limits.reading(self.bytes()).max(self.limits.adding(products))
     }
 
     fn json(&self) -> Result<()> {

@@ -63,7 +63,7 @@ pub(super) fn run(keys: usize, threads: usize) -> Result<()> {
     }
     let limits = Limits::measure(device.threads());
     let products = (keys * CONFIG.n_heads * CONFIG.head_dim) as f64;
-    let (read, add) = (limits.to_read(4.0 * (keys * CONFIG.head_dim) as f64), limits.to_add(products));
+    let (read, add) = (limits.reading(4.0 * (keys * CONFIG.head_dim) as f64), limits.adding(products));
     let mut out = std::io::stdout();
     writeln!(
         out,

@@ -34,12 +34,12 @@ impl Limits {
     }
 
     /// Seconds that reading `bytes` takes at least.
-    pub(super) fn to_read(&self, bytes: f64) -> f64 {
+    pub(super) fn reading(&self, bytes: f64) -> f64 {
         bytes / self.read
     }
 
     /// Seconds that `products`, each added to something, take at least.
-    pub(super) fn to_add(&self, products: f64) -> f64 {
+    pub(super) fn adding(&self, products: f64) -> f64 {
         2.0 * products / self.flops
     }
 }

@@ -24,7 +24,7 @@ struct Run {
 
 impl Run {
     fn floors(&self, limits: &Limits) -> [f64; 2] {
-        [limits.to_read(self.profile.bytes()), limits.to_add(self.profile.products())]
+        [limits.reading(self.profile.bytes()), limits.adding(self.profile.products())]
     }
 
     fn ratio(&self, limits: &Limits) -> f64 {

@@ -70,8 +70,8 @@ impl Profile {
                 entry.calls as f64 / passes,
                 1e3 * entry.seconds / passes,
                 100.0 * entry.seconds / passes / seconds,
-                of(limits.to_read(entry.bytes)),
-                of(limits.to_add(entry.products)),
+                of(limits.reading(entry.bytes)),
+                of(limits.adding(entry.products)),
             )?;
         }
         Ok(())
@@ -156,7 +156,7 @@ impl<D: Device> Profiled<D> {
 }
 
 /// The same operands for the device inside.
-fn query<'a, D: Device>(query: IndexQuery<'a, Profiled<D>>) -> IndexQuery<'a, D> {
+fn query<D: Device>(query: IndexQuery<'_, Profiled<D>>) -> IndexQuery<'_, D> {
     IndexQuery { config: query.config, q: &query.q.inner, weights: &query.weights.inner }
 }
 
