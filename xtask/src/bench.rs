@@ -1,7 +1,12 @@
 //! `cargo xtask bench`: measurements, each as a ratio to a limit measured in the same run.
 
+mod decode;
+mod indexer;
 mod kernels;
+mod limits;
 mod overlap;
+mod prefill;
+mod profile;
 mod repack;
 mod store;
 
@@ -37,10 +42,10 @@ enum What {
         #[arg(long, default_value_t = 3)]
         repeat: usize,
     },
-    /// Products with bf16 and MXFP4 weights on one thread, for every instruction set of this machine
+    /// Products with weights of every format, on one thread and on all
     ///
-    /// The limit is a plain read of as many bytes.
-    Kernels,
+    /// The limits are reads of as many bytes, plain and with prefetches, and multiply-adds in registers.
+    Kernels(kernels::Args),
     /// Seconds of a token and of a prompt, beside those of their reading alone and of their arithmetic alone
     ///
     /// The limit is the greater of the two, measured in the same run: what the experts take to read with nothing to
@@ -48,6 +53,37 @@ enum What {
     /// the weights in use must fit into memory:
     /// `cargo xtask synth --geometry k31 --layers 4 --experts 112 DIR`.
     Overlap(overlap::Args),
+    /// Seconds a token in decode and where they go, against reading what a token touches at the rate of memory
+    ///
+    /// Weights and states are counted, each as often as it has to be read or written.
+    Decode {
+        #[command(flatten)]
+        args: decode::Args,
+        /// Tokens to time
+        #[arg(long, default_value_t = 32)]
+        tokens: usize,
+        /// Time as many again beside a thread that never sleeps
+        #[arg(long)]
+        busy: bool,
+    },
+    /// Seconds of a prompt and where they go, against reading the weights once and against the products at the rate of
+    /// fused multiply-adds
+    Prefill {
+        #[command(flatten)]
+        args: decode::Args,
+        /// Tokens of a prompt; several, with commas between
+        #[arg(long, value_delimiter = ',', default_values_t = [128, 512])]
+        tokens: Vec<usize>,
+    },
+    /// The best 2,048 keys of a long context, against reading the keys once
+    Indexer {
+        /// Keys in the context
+        #[arg(long, default_value_t = 1_000_000)]
+        keys: usize,
+        /// Threads, the calling one included; 0 takes one a physical core
+        #[arg(long, default_value_t = 0)]
+        threads: usize,
+    },
     /// Seconds and peak memory of a repack, beside `cp` of the same files to the same disk
     ///
     /// Once with the source in the page cache and once without. A repack ends with its bytes on the disk and `cp` does
@@ -74,8 +110,11 @@ enum What {
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     match &args.what {
-        What::Kernels => kernels::run(),
+        What::Kernels(args) => kernels::run(args),
         What::Overlap(args) => overlap::run(args),
+        What::Decode { args, tokens, busy } => decode::run(args, *tokens, *busy),
+        What::Prefill { args, tokens } => prefill::run(args, tokens),
+        What::Indexer { keys, threads } => indexer::run(*keys, *threads),
         What::Repack(args) => repack::run(args),
         What::Store { model, reads_in_flight, budget_mb } => {
             store::run(model, *reads_in_flight, budget_mb.saturating_mul(1_000_000))

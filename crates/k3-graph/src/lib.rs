@@ -16,7 +16,7 @@
 
 /// Raised by every change that moves bits of a result. A state that was saved under another number would continue,
 /// but not bit-exactly.
-pub const ARITHMETIC: u32 = 1;
+pub const ARITHMETIC: u32 = 2;
 
 mod cpu;
 pub mod device;

@@ -9,17 +9,41 @@ use std::cmp::Ordering;
 pub trait Score: Copy + PartialOrd {
     /// Whether this is neither NaN nor infinite.
     fn is_finite(self) -> bool;
+
+    /// The highest bits of an integer that is larger for larger finite values, and equal for `-0.0` and `+0.0`: below
+    /// [`BUCKETS`].
+    fn bucket(self) -> usize;
 }
+
+/// What [`Score::bucket`] is below.
+pub const BUCKETS: usize = 1 << BUCKET_BITS;
+/// Sign, exponent and some bits of the mantissa of an f32.
+const BUCKET_BITS: u32 = 13;
 
 impl Score for f32 {
     fn is_finite(self) -> bool {
         self.is_finite()
+    }
+
+    #[inline]
+    fn bucket(self) -> usize {
+        // The sum turns -0.0 into +0.0.
+        let bits = (self + 0.0).to_bits();
+        let ordered = bits ^ (((bits as i32) >> 31) as u32 | 1 << 31);
+        (ordered >> (32 - BUCKET_BITS)) as usize
     }
 }
 
 impl Score for f64 {
     fn is_finite(self) -> bool {
         self.is_finite()
+    }
+
+    #[inline]
+    fn bucket(self) -> usize {
+        let bits = (self + 0.0).to_bits();
+        let ordered = bits ^ (((bits as i64) >> 63) as u64 | 1 << 63);
+        (ordered >> (64 - BUCKET_BITS)) as usize
     }
 }
 
@@ -41,15 +65,36 @@ pub fn select_keys<T: Score>(scores: &[T], k: usize) -> Option<Vec<u32>> {
     if k == 0 {
         return Some(Vec::new());
     }
-    let mut sorted = scores.to_vec();
-    let (_, &mut theta, _) = sorted.select_nth_unstable_by(k - 1, |a, b| descending(*a, *b));
-    let positions = |wanted: fn(&T, &T) -> bool| {
-        scores.iter().enumerate().filter(move |(_, s)| wanted(s, &theta)).map(|(i, _)| i as u32)
-    };
-    let mut selected: Vec<u32> = positions(|s, theta| s > theta).collect();
-    let places = k - selected.len();
-    selected.extend(positions(|s, theta| s == theta).take(places));
+    let theta = kth_largest(scores, k);
+    let mut selected = Vec::with_capacity(k);
+    let mut equal = Vec::new();
+    for (i, s) in scores.iter().enumerate() {
+        if *s > theta {
+            selected.push(i as u32);
+        } else if *s == theta && equal.len() < k {
+            equal.push(i as u32);
+        }
+    }
+    equal.truncate(k - selected.len());
+    selected.append(&mut equal);
     Some(selected)
+}
+
+/// The `k`-th largest, counting equal ones, of more than `k` finite scores, of which `k` is at least 1. In time
+/// proportional to their number: a count of leading bits leaves few to compare.
+fn kth_largest<T: Score>(scores: &[T], k: usize) -> T {
+    let mut counts = vec![0_usize; BUCKETS];
+    scores.iter().for_each(|s| counts[s.bucket()] += 1);
+    // Scores above the bucket that has the k-th.
+    let mut above = 0;
+    let mut bucket = BUCKETS - 1;
+    while above + counts[bucket] < k {
+        above += counts[bucket];
+        bucket -= 1;
+    }
+    let mut near: Vec<T> = Vec::with_capacity(counts[bucket]);
+    near.extend(scores.iter().filter(|s| s.bucket() == bucket));
+    *near.select_nth_unstable_by(k - above - 1, |a, b| descending(*a, *b)).1
 }
 
 /// The `k` largest of `biased`, descending, the lower id first among equals (`docs/arithmetic.md` 8.2). `None` if a

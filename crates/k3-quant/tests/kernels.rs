@@ -1,163 +1,192 @@
 //! The fast kernels against the plain reference, and their promise about bits.
+//!
+//! Tests whose names begin with `portable` are small enough for Miri: `cargo +nightly miri test -p k3-quant portable`.
 
-use k3_quant::cpu::{Activations, InstructionSet, matmul_rows, matmul_rows_with};
-use k3_quant::{GlobalScale, Matrix, ScaleDivisor, ScaleFactor, Scales, WeightFormat, bf16, reference};
+mod support;
 
-/// A small fixed-seed generator; the quality of the numbers does not matter here.
-struct Lcg(u64);
+use k3_quant::cpu::{ACTIVATION_GROUP, InstructionSet, Mode};
+use k3_quant::{Matrix, WeightFormat, reference};
+use support::{FORMATS, Lcg, MODES, bits, in_f64, matrix, product};
 
-impl Lcg {
-    fn next(&mut self) -> u32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as u32
-    }
-    fn unit(&mut self) -> f32 {
-        self.next() as f32 / (1u64 << 30) as f32 - 1.0
-    }
-    fn bytes(&mut self, n: usize) -> Vec<u8> {
-        (0..n).map(|_| self.next() as u8).collect()
-    }
+/// The distance of two vectors relative to the length of the second.
+fn relative_l2(y: &[f32], expected: &[f64]) -> f64 {
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>().sqrt();
+    let error = norm(&mut y.iter().zip(expected).map(|(y, e)| f64::from(*y) - e));
+    error / norm(&mut expected.iter().copied())
 }
 
-fn matrix(format: WeightFormat, rows: usize, cols: usize, rng: &mut Lcg) -> Matrix {
-    match format {
-        WeightFormat::F32 => {
-            let data: Vec<u8> = (0..rows * cols).flat_map(|_| rng.unit().to_le_bytes()).collect();
-            Matrix::f32(rows, cols, data.into())
-        }
-        WeightFormat::Bf16 => {
-            let data: Vec<u8> =
-                (0..rows * cols).flat_map(|_| bf16::from_f32(rng.unit()).to_le_bytes()).collect();
-            Matrix::bf16(rows, cols, data.into())
-        }
-        WeightFormat::Mxfp4 => {
-            let scale: Vec<u8> = (0..rows * cols / 32).map(|_| 118 + (rng.next() % 6) as u8).collect();
-            Matrix::mxfp4(rows, cols, rng.bytes(rows * cols / 2).into(), scale.into())
-        }
-        WeightFormat::Nvfp4 => {
-            // Any finite non-negative scale, subnormals included, and a global scale that is no power of two.
-            let scale: Vec<u8> = (0..rows * cols / 16).map(|_| (rng.next() % 0x7f) as u8).collect();
-            let global = GlobalScale::Divisor(ScaleDivisor(2688.0 / 0.37));
-            Matrix::nvfp4(rows, cols, rng.bytes(rows * cols / 2).into(), scale.into(), global)
-        }
-        WeightFormat::Int8 => {
-            let scale: Vec<u8> = (0..rows).flat_map(|_| (1e-3 * rng.unit()).to_le_bytes()).collect();
-            Matrix::int8(rows, cols, rng.bytes(rows * cols).into(), Scales::F32(scale.into()))
-        }
-        WeightFormat::Int4 => {
-            let scale: Vec<u8> =
-                (0..rows * cols / 64).flat_map(|_| bf16::from_f32(rng.unit()).to_le_bytes()).collect();
-            Matrix::int4(rows, cols, rng.bytes(rows * cols / 2).into(), Scales::Bf16(scale.into()))
-        }
-        _ => unreachable!("no other format"),
-    }
-    .unwrap()
-}
-
-/// `[n, rows]` by the kernel, split into ranges of weight rows as threads would.
-fn product(w: &Matrix, n: usize, x: &[f32], split: usize, kernel: Kernel<'_>) -> Vec<f32> {
-    let x = Activations::new(w.format(), n, w.cols(), x);
-    let mut y = vec![f32::NAN; n * w.rows()];
-    for start in (0..w.rows()).step_by(split) {
-        let end = (start + split).min(w.rows());
-        let mut out = vec![0.0; (end - start) * n];
-        kernel(w, start..end, &x, &mut out);
-        for r in start..end {
-            for i in 0..n {
-                y[i * w.rows() + r] = out[(r - start) * n + i];
-            }
+/// What [`Mode::Int8`] is documented to make of activations: their values after rounding, and half a step of each.
+fn rounded(cols: usize, x: &[f32]) -> (Vec<f64>, Vec<f64>) {
+    let (mut values, mut half_steps) = (Vec::new(), Vec::new());
+    for group in x.chunks(cols).flat_map(|row| row.chunks(ACTIVATION_GROUP)) {
+        let scale = group.iter().fold(0.0, |max: f32, x| max.max(x.abs())) / 127.0;
+        for x in group {
+            let code = if scale == 0.0 { 0.0 } else { (x / scale).round_ties_even() };
+            values.push(f64::from(code) * f64::from(scale));
+            half_steps.push(f64::from(scale) / 2.0);
         }
     }
-    y
+    (values, half_steps)
 }
 
-type Kernel<'a> = &'a dyn Fn(&Matrix, std::ops::Range<usize>, &Activations, &mut [f32]);
+fn is_exact(mode: Mode, format: WeightFormat) -> bool {
+    mode == Mode::Exact || matches!(format, WeightFormat::F32 | WeightFormat::Bf16)
+}
 
-fn check(format: WeightFormat, rows: usize, cols: usize) {
+/// The portable kernels against f64.
+fn check_values(format: WeightFormat, rows: usize, cols: usize, n: usize) {
     let rng = &mut Lcg(rows as u64 * 1000 + cols as u64);
     let w = matrix(format, rows, cols, rng);
-    let n = 9;
-    let x: Vec<f32> = (0..n * cols).map(|_| rng.unit()).collect();
-    let whole = product(&w, n, &x, rows, &matmul_rows);
-
+    let x = rng.units(n * cols);
     let x64: Vec<f64> = x.iter().map(|&x| f64::from(x)).collect();
     let mut expected = vec![0.0; n * rows];
     reference::matmul_f64(&w, n, &x64, &mut expected);
-    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>().sqrt();
-    let error = norm(&mut whole.iter().zip(&expected).map(|(y, e)| f64::from(*y) - e));
-    let scale = norm(&mut expected.iter().copied());
-    assert!(error <= 3e-7 * scale, "{format} [{rows}, {cols}]: relative L2 {}", error / scale);
+    for mode in MODES {
+        let y = product(InstructionSet::Portable, mode, &w, 0..rows, n, &x);
+        let case = format!("{mode}, {format} [{rows}, {cols}]");
+        if is_exact(mode, format) {
+            let error = relative_l2(&y, &expected);
+            assert!(error <= 3e-7, "{case}: relative L2 {error}");
+            continue;
+        }
+        // The sums are as exact as those of the other mode, only the activations are not.
+        let (values, half_steps) = rounded(cols, &x);
+        let error = relative_l2(&y, &in_f64(&w, n, &values).0);
+        assert!(error <= 3e-7, "{case}: relative L2 {error} after rounding");
+        let (_, bounds) = in_f64(&w, n, &half_steps);
+        let (_, magnitudes) = in_f64(&w, n, &x64);
+        for (i, y) in y.iter().enumerate() {
+            let error = (f64::from(*y) - expected[i]).abs();
+            // Quotients are rounded to f32 before they are rounded to integers, sums are as well.
+            let bound = bounds[i] * (1.0 + 1e-4) + 1e-6 * magnitudes[i];
+            assert!(error <= bound, "{case}: element {i} is off by {error}, more than {bound}");
+        }
+    }
+}
 
-    let bits = |y: &[f32]| y.iter().map(|y| y.to_bits()).collect::<Vec<_>>();
-    for split in [1, 3, 8] {
-        assert_eq!(bits(&product(&w, n, &x, split, &matmul_rows)), bits(&whole), "split by {split} rows");
+/// All sets of kernels, batches of the given sizes, and splits of the weight rows: the same bits.
+fn check_bits(format: WeightFormat, rows: usize, cols: usize, batches: &[usize]) {
+    let rng = &mut Lcg(rows as u64 * 1000 + cols as u64);
+    let w = matrix(format, rows, cols, rng);
+    let most = batches.iter().copied().max().unwrap();
+    let x = rng.units(most * cols);
+    for mode in MODES {
+        let alone: Vec<f32> = x
+            .chunks_exact(cols)
+            .flat_map(|x| product(InstructionSet::Portable, mode, &w, 0..rows, 1, x))
+            .collect();
+        for set in InstructionSet::available() {
+            for &n in batches {
+                let case = format!("{set:?}, {mode}, {n} rows, {format} [{rows}, {cols}]");
+                let y = product(set, mode, &w, 0..rows, n, &x[..n * cols]);
+                assert!(bits(&y) == bits(&alone[..n * rows]), "{case}");
+                for split in [1, 3, 8] {
+                    for start in (0..rows).step_by(split) {
+                        let range = start..(start + split).min(rows);
+                        let y = product(set, mode, &w, range.clone(), n, &x[..n * cols]);
+                        let same = y
+                            .chunks(range.len())
+                            .zip(alone.chunks(rows))
+                            .all(|(y, alone)| bits(y) == bits(&alone[range.clone()]));
+                        assert!(same, "{case}: rows {range:?}");
+                    }
+                }
+            }
+        }
     }
-    for set in InstructionSet::available() {
-        let kernel: Kernel = &|w, rows, x, out| matmul_rows_with(set, w, rows, x, out);
-        assert_eq!(
-            bits(&product(&w, n, &x, rows, kernel)),
-            bits(&whole),
-            "{set:?}, {format} [{rows}, {cols}]"
-        );
-        let one = product(&w, 1, &x[..cols], rows, kernel);
-        assert_eq!(bits(&one), bits(&whole[..rows]), "{set:?}, one row, {format} [{rows}, {cols}]");
-    }
-    for i in 0..n {
-        let one = product(&w, 1, &x[i * cols..(i + 1) * cols], rows, &matmul_rows);
-        assert_eq!(
-            bits(&one),
-            bits(&whole[i * rows..(i + 1) * rows]),
-            "row {i} alone, {format} [{rows}, {cols}]"
-        );
+}
+
+/// Widths that have parts of steps and blocks, for formats that have such.
+fn widths(format: WeightFormat) -> &'static [usize] {
+    match format {
+        WeightFormat::F32 | WeightFormat::Bf16 | WeightFormat::Int8 => {
+            &[1, 15, 17, 31, 32, 33, 64, 96, 100, 160, 511, 544, 1043]
+        }
+        WeightFormat::Mxfp4 => &[32, 64, 96, 128, 160, 512, 544, 1120],
+        WeightFormat::Nvfp4 => &[16, 32, 48, 64, 80, 112, 128, 176, 512, 528, 544, 1072],
+        _ => &[64, 128, 192, 512, 576, 1088],
     }
 }
 
 #[test]
 fn every_format_and_awkward_sizes() {
-    for rows in [1, 7, 8, 33] {
-        for cols in [32, 64, 96, 160, 544] {
-            for format in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Mxfp4, WeightFormat::Nvfp4] {
-                check(format, rows, cols);
+    for format in FORMATS {
+        for rows in [1, 7, 8, 33] {
+            for &cols in widths(format) {
+                // A few sums of many terms have a relative error that is up to chance.
+                if rows > 1 || cols < 600 {
+                    check_values(format, rows, cols, 9);
+                }
+                check_bits(format, rows, cols, &[0, 1, 4, 9]);
             }
         }
-        for cols in [1, 15, 17, 31, 33, 100] {
-            check(WeightFormat::F32, rows, cols);
-            check(WeightFormat::Bf16, rows, cols);
-            check(WeightFormat::Int8, rows, cols);
-        }
-        for cols in [16, 48, 80, 112, 176] {
-            check(WeightFormat::Nvfp4, rows, cols);
-        }
-        for cols in [32, 96, 544] {
-            check(WeightFormat::Int8, rows, cols);
-        }
-        for cols in [64, 128, 192, 576] {
-            check(WeightFormat::Int4, rows, cols);
-        }
-    }
-}
-
-/// Scales at the ends of E8M0's range, where a subnormal or the largest power of two must survive.
-#[test]
-fn extreme_scales_survive_the_kernel() {
-    for scale in [0u8, 1, 2, 120, 249] {
-        let w = Matrix::mxfp4(1, 32, vec![0x22; 16].into(), vec![scale].into()).unwrap();
-        let x = [1.0f32; 32];
-        let y = product(&w, 1, &x, 1, &matmul_rows)[0];
-        assert_eq!(f64::from(y), 32.0 * 2f64.powi(i32::from(scale) - 127), "scale byte {scale}");
     }
 }
 
 #[test]
-fn a_nan_scale_is_seen() {
-    let w = Matrix::mxfp4(1, 32, vec![0; 16].into(), vec![255].into()).unwrap();
-    assert!(product(&w, 1, &[1.0; 32], 1, &matmul_rows)[0].is_nan());
-    let g = GlobalScale::Factor(ScaleFactor(1.0));
-    let w = Matrix::nvfp4(1, 16, vec![0; 8].into(), vec![0x7f].into(), g).unwrap();
-    assert!(product(&w, 1, &[1.0; 16], 1, &matmul_rows)[0].is_nan());
-    let nan = Scales::F32(f32::NAN.to_le_bytes().to_vec().into());
-    let w = Matrix::int8(1, 3, vec![0; 3].into(), nan.clone()).unwrap();
-    assert!(product(&w, 1, &[1.0; 3], 1, &matmul_rows)[0].is_nan());
-    let w = Matrix::int4(1, 64, vec![0x88; 32].into(), nan).unwrap();
-    assert!(product(&w, 1, &[1.0; 64], 1, &matmul_rows)[0].is_nan());
+fn every_number_of_rows() {
+    let batches: Vec<usize> = (1..=40).collect();
+    for format in FORMATS {
+        let &cols = widths(format).last().unwrap();
+        check_bits(format, 13, cols, &batches);
+    }
+}
+
+/// More rows than one pass over decoded weights takes, and more weight rows than are decoded together.
+#[test]
+fn large_batches() {
+    for format in FORMATS {
+        check_bits(format, 70, 192, &[96, 97, 203]);
+    }
+}
+
+/// The error does not grow with the width of the released model.
+#[test]
+fn wide_matrices() {
+    for format in FORMATS {
+        check_values(format, 16, 7168, 2);
+    }
+}
+
+#[test]
+fn portable_kernels_small() {
+    for format in FORMATS {
+        let cols = *widths(format).iter().find(|cols| **cols > 64).unwrap();
+        check_values(format, 5, cols, 3);
+    }
+}
+
+/// Activations of one 4-bit float format serve the other.
+#[test]
+fn mxfp4_and_nvfp4_share_activations() {
+    use k3_quant::cpu::{Activations, matmul_rows};
+    let rng = &mut Lcg(1);
+    let (mx, nv) = (matrix(WeightFormat::Mxfp4, 4, 96, rng), matrix(WeightFormat::Nvfp4, 4, 96, rng));
+    let x = rng.units(96);
+    for mode in MODES {
+        let by = |format: WeightFormat, w: &Matrix| {
+            let mut y = [0.0; 4];
+            matmul_rows(w, 0..4, &Activations::with_mode(mode, format, 1, 96, &x), &mut y);
+            y
+        };
+        assert_eq!(by(WeightFormat::Mxfp4, &nv), by(WeightFormat::Nvfp4, &nv));
+        assert_eq!(by(WeightFormat::Nvfp4, &mx), by(WeightFormat::Mxfp4, &mx));
+    }
+}
+
+#[test]
+#[should_panic(expected = "another matrix")]
+fn integers_for_another_format_are_refused() {
+    use k3_quant::cpu::{Activations, matmul_rows};
+    let w = matrix(WeightFormat::Int4, 1, 64, &mut Lcg(1));
+    let x = Activations::with_mode(Mode::Int8, WeightFormat::Mxfp4, 1, 64, &[1.0; 64]);
+    matmul_rows(&w, 0..1, &x, &mut [0.0]);
+}
+
+#[test]
+fn names_of_modes() {
+    for mode in MODES {
+        assert_eq!(mode.to_string().parse(), Ok(mode));
+    }
+    assert!("int4".parse::<Mode>().unwrap_err().to_string().contains("expected exact or int8"));
 }

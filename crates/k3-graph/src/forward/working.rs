@@ -7,6 +7,8 @@ use crate::device::ranks_told;
 
 /// Columns to which the kernels round a row of activations up.
 const STEP: usize = 32;
+/// Where rows begin, for those who work on parts of them: some pointers a row, in values.
+const HANDLES: usize = 24;
 
 /// Bytes that a pass of several tokens keeps at its peak for each of them, on a device with activations of
 /// `value_bytes` ([`crate::Device::VALUE_BYTES`]): a function of the config alone, so that a prompt can be cut before
@@ -15,17 +17,16 @@ const STEP: usize = 32;
 /// Counted are, of the sublayer that needs the most (`docs/architecture.md`, "Working memory"):
 ///
 /// * the snapshots of the depth sum that there are by then, the sum, and the sublayer's input;
-/// * KDA: q, k, v, the decay and the output, which exists by head first;
-/// * full attention: the latent and full query, what the indexer selects, the output by row and as one matrix;
+/// * KDA: q, k, v, the decay and the output;
+/// * full attention: the latent and full query, what the indexer selects, the output and its gate;
 /// * the dense MLP and the shared experts: gate, up and their product;
 /// * routed experts: the routing, the latent, the outputs of all experts of a token, which are summed in rank order
 ///   when the last has come, and the inner values of the experts at work;
-/// * for [`LogitsWanted::All`] the logits, twice.
+/// * for [`LogitsWanted::All`] the logits, twice;
+/// * the operands of products in the order in which kernels read them, which stay as long as the operand.
 ///
-/// Every product also needs its operand in the order in which kernels read it, and its result by weight row.
-///
-/// Not counted is what does not grow with the number of tokens (scratch of a thread, 8 weight rows), and what stays: the
-/// state of the sequence, and logits that were handed over.
+/// Not counted is what does not grow with the number of tokens (scratch of a thread, steps of 32 rows in full attention),
+/// and what stays: the state of the sequence, and logits that were handed over.
 pub fn working_bytes_per_token(config: &ModelConfig, value_bytes: usize, logits: LogitsWanted) -> u64 {
     let layers = 0..config.num_hidden_layers();
     let block = config.attn_res_block_size.max(1);
@@ -47,49 +48,42 @@ pub fn working_bytes_per_token(config: &ModelConfig, value_bytes: usize, logits:
     });
     let mut most = values.max().unwrap_or(0);
     if logits == LogitsWanted::All {
-        // The rows are picked out of snapshots and sum, and mixed, normed and multiplied.
+        // The rows are picked out of snapshots and sum, and mixed, normed and multiplied; logits are copied for the caller.
         let sources = config.num_hidden_layers().div_ceil(block) + 1;
-        most = most.max(2 * sources * e + 2 * e + product(config.vocab_size, e));
+        most = most.max(2 * sources * e + e + prepared(e) + 2 * config.vocab_size);
     }
-    most as u64 * value_bytes as u64
+    (most + HANDLES) as u64 * value_bytes as u64
 }
 
-/// A product at work, its result included: the operand in the order of the kernels, the result by weight row and by row.
-fn product(out: usize, input: usize) -> usize {
-    input.next_multiple_of(STEP) + 2 * out
+/// An operand of `width` as kernels read it.
+fn prepared(width: usize) -> usize {
+    width.next_multiple_of(STEP)
 }
 
 fn kda(config: &ModelConfig) -> usize {
     let (e, p, d) = (config.hidden_size, config.kda.projection_size(), config.kda.head_dim);
-    // A convolution reads its input behind the window of the sequence, as one row of rows.
-    let v = 2 * p + product(p, e).max(3 * p);
-    let decay = 3 * p + d + product(p, d);
-    let step = 4 * p + config.kda.num_heads + 2 * p;
-    let gate = p + product(p, e);
-    let norm = 4 * p;
-    let out = p + product(e, p);
-    v.max(decay).max(step).max(gate).max(norm).max(out)
+    let decay = 4 * p + d + prepared(d);
+    // Q, k, v and the decay with the output.
+    let step = 5 * p + config.kda.num_heads;
+    let out = p + prepared(p) + e;
+    prepared(e) + decay.max(step).max(out)
 }
 
 fn mla(config: &ModelConfig) -> usize {
     let (e, c) = (config.hidden_size, &config.mla);
     let (q, o) = (c.num_heads * c.qk_head_dim(), c.output_size());
-    let query = c.q_lora_rank + product(q, c.q_lora_rank);
-    let held = c.q_lora_rank + q;
+    let held = c.q_lora_rank + prepared(c.q_lora_rank) + q;
     // Selected positions are 4 bytes each, which is a value at least.
-    let (index, selected) = config
-        .indexer
-        .as_ref()
-        .map_or((0, 0), |i| (product(i.n_heads * i.head_dim, c.q_lora_rank) + i.n_heads + i.topk, i.topk));
-    let attend = held + selected + 2 * o;
-    let gate = o + product(o, e);
-    let out = o + product(e, o);
-    query.max(held + index).max(attend).max(gate).max(3 * o).max(out)
+    let (index, selected) =
+        config.indexer.as_ref().map_or((0, 0), |i| (i.n_heads * i.head_dim + i.n_heads + i.topk, i.topk));
+    let attend = held + selected + o;
+    let out = o + prepared(o) + e;
+    prepared(e) + (held + index).max(attend).max(3 * o).max(out)
 }
 
 fn gated_mlp(config: &ModelConfig, inner: usize) -> usize {
     let e = config.hidden_size;
-    (inner + product(inner, e)).max(3 * inner).max(inner + product(e, inner))
+    prepared(e) + (3 * inner).max(inner + prepared(inner) + e)
 }
 
 fn moe(config: &ModelConfig, value_bytes: usize) -> usize {
@@ -98,13 +92,11 @@ fn moe(config: &ModelConfig, value_bytes: usize) -> usize {
     let ranks = ranks_told(k, c.num_experts);
     // Ids, weights and runners-up of the routing; what goes to the store, and for each expert the rows that use it.
     let routing = (12 * k + 4 * (ranks - k) + 8 + 4 * ranks + 32 * k).div_ceil(value_bytes);
-    let router = product(c.num_experts, e) + routing;
+    let router = prepared(e) + c.num_experts + routing;
     let shared = routing + gated_mlp(config, c.shared_intermediate_size());
-    let to_latent = routing + e + product(latent, e);
-    let held = routing + e + latent + k * latent;
-    // An expert that all rows use: its operand, the inner values by weight row, by row and in the order of the kernels.
-    let expert =
-        latent.next_multiple_of(STEP) + (2 * inner + inner.next_multiple_of(STEP)).max(latent + inner);
-    let from_latent = e + latent + product(e, latent);
-    router.max(shared).max(to_latent).max(held + expert).max(held + 2 * latent).max(from_latent)
+    let held = routing + prepared(e) + e + latent + prepared(latent) + k * latent;
+    // An expert that all rows use: its operand, gate and up and their product, the product as an operand with the result.
+    let expert = prepared(latent) + (3 * inner).max(inner + prepared(inner) + latent);
+    let from_latent = prepared(e) + e + latent + prepared(latent) + e;
+    router.max(shared).max(held + expert).max(held + 2 * latent).max(from_latent)
 }

@@ -3,22 +3,23 @@
 use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_graph::device::{Conv, ExpertUse, IndexQuery, KdaStep, MlaAttend, RouterRule, SequenceRows, SituCaps};
-use k3_graph::{Device, Reference, Selected, Selection};
+use k3_graph::{Cpu, Device, Reference, Selected, Selection};
 use k3_quant::WeightFormat::{self, Bf16, F32, Int4, Int8, Mxfp4, Nvfp4};
 
 use crate::CPU_BOUND;
 use crate::support::{Lcg, assert_close, bits, cpu, random_matrix};
 
-/// Runs one operation on both devices and compares.
+/// Runs one operation on both devices and compares. How the host device shares it among threads changes no bit.
 macro_rules! agree {
-    ($operation:ident($($argument:expr),*)) => {
-        assert_close(
-            stringify!($operation($($argument),*)),
-            &$operation(&cpu(), $($argument),*),
-            &$operation(&Reference, $($argument),*),
-            CPU_BOUND,
-        )
-    };
+    ($operation:ident($($argument:expr),*)) => {{
+        let what = stringify!($operation($($argument),*));
+        let got = $operation(&cpu(), $($argument),*);
+        assert_close(what, &got, &$operation(&Reference, $($argument),*), CPU_BOUND);
+        for threads in [2, 5] {
+            let shared = $operation(&Cpu::new(threads).unwrap().sharing_everything(), $($argument),*);
+            assert_eq!(bits(&shared), bits(&got), "{what} shared by {threads} threads");
+        }
+    }};
 }
 
 const CAPS: SituCaps = SituCaps { beta: 4.0, linear_beta: 25.0 };
@@ -51,6 +52,7 @@ fn products() {
         agree!(linear(format, 1, 1, 1));
         agree!(linear(format, 1, 33, 67));
         agree!(linear(format, 5, 70, 130));
+        agree!(linear(format, 40, 600, 64));
     }
     for format in [Mxfp4, Nvfp4] {
         agree!(linear(format, 1, 33, 96));
@@ -87,6 +89,7 @@ fn element_wise() {
     agree!(add_and_select(5, 67));
     agree!(situ(3, 67));
     agree!(situ(70, 67));
+    agree!(situ(2, 9001));
     agree!(sigmoid_gate(3, 67));
     agree!(sigmoid_gate(70, 67));
 }
@@ -133,6 +136,7 @@ fn short_convolutions() {
     agree!(short_conv(4, &[1, 1, 1, 1, 5]));
     agree!(short_conv(4, &[2, 7]));
     agree!(short_conv(2, &[3, 1]));
+    agree!(short_conv(1, &[3, 1]));
 }
 
 /// Outputs of the three convolutions over several calls, then the windows.
@@ -195,6 +199,8 @@ fn delta_rule() {
     agree!(kda_step(1, 4, &[1]));
     agree!(kda_step(3, 7, &[5, 1, 30]));
     agree!(kda_step(2, 33, &[40]));
+    agree!(kda_step(1, 64, &[1, 130, 2]));
+    agree!(kda_step(5, 32, &[65]));
 }
 
 /// Outputs over several calls, then the state. Gates move over their whole range.
@@ -272,6 +278,8 @@ fn latent_attention() {
     agree!(mla(F32, &[5, 1, 1], Keys::NoSelection));
     agree!(mla(Bf16, &[40, 33], Keys::EveryThird));
     agree!(mla(Int8, &[5, 1, 1], Keys::NoSelection));
+    agree!(mla(Bf16, &[130, 64, 1, 200], Keys::NoSelection));
+    agree!(mla(Bf16, &[140, 1], Keys::EveryThird));
 }
 
 #[test]
@@ -366,6 +374,7 @@ fn a_lost_selection_leaves_the_other_rows() {
 fn indexers() {
     agree!(index(1, 5, &[1, 20]));
     agree!(index(3, 37, &[33, 1, 1, 300]));
+    agree!(index(9, 64, &[1, 2, 61, 1, 1100, 3]));
     // The scores of random inputs are far enough apart for both precisions to select the same.
     assert_eq!(selected(&cpu(), 3, 37, &[33, 1, 30]), selected(&Reference, 3, 37, &[33, 1, 30]));
 }

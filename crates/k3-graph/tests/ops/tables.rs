@@ -103,3 +103,41 @@ fn selections_are_total_orders() {
     assert_eq!(argmax(&[f32::NAN, -3.0]), Some(1));
     assert_eq!((argmax(&[f32::NAN]), argmax(&[])), (None, None));
 }
+
+/// Against a sort by the definition, with ties, zeros of both signs, and scores that differ in their last bits only.
+#[test]
+fn keys_are_those_of_a_sort() {
+    fn by_sort(scores: &[f64], k: usize) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..scores.len() as u32).collect();
+        order.sort_by(|&a, &b| scores[b as usize].partial_cmp(&scores[a as usize]).unwrap().then(a.cmp(&b)));
+        order.truncate(k);
+        let Some(theta) = order.last().map(|&last| scores[last as usize]) else { return order };
+        order.sort_by_key(|&i| (scores[i as usize] == theta, i));
+        order
+    }
+    let mut state = 7_u64;
+    let mut next = |below: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    for kind in 0..6 {
+        for n in [1, 2, 3, 33, 500, 3000] {
+            let scores: Vec<f32> = (0..n)
+                .map(|_| match kind {
+                    0 => next(1 << 30) as f32 * 1e-6 - 500.0,
+                    1 => next(5) as f32 - 2.0,
+                    2 => [0.0, -0.0, 1e-45, -1e-45][next(4) as usize],
+                    3 => f32::from_bits(1.5_f32.to_bits() + next(40) as u32),
+                    4 => -f32::from_bits(next(0x7f80_0000) as u32),
+                    _ => 3.0,
+                })
+                .collect();
+            let wide: Vec<f64> = scores.iter().map(|&s| f64::from(s)).collect();
+            for k in [0, 1, 2, n / 3, n / 2, n - 1, n, n + 1] {
+                let want = if k < n { by_sort(&wide, k) } else { (0..n as u32).collect() };
+                assert_eq!(select_keys(&scores, k).as_ref(), Some(&want), "kind {kind}, {k} of {n}");
+                assert_eq!(select_keys(&wide, k), Some(want), "kind {kind}, {k} of {n}");
+            }
+        }
+    }
+}

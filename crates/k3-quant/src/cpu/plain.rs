@@ -1,52 +1,135 @@
-//! The inner loops, written so that compilers turn them into vector code.
+//! The loops that define the results, written so that compilers turn them into vector code.
 
 use half::bf16;
 
+use super::activations::{Ints, Lanes, Unit};
+use super::product::{FOLDED, Kernel, scaled_exact};
 use super::{LANES, STEP};
-use crate::{E2M1, E4M3, E8M0, ScaleRow, int4_value};
+use crate::{E2M1, E4M3, E8M0, Matrix, Row, WeightFormat, int4_value};
 
-#[inline(always)]
-pub(super) fn decode_codes(packed: &[u8], values: &mut [f32]) {
-    let (bytes, rest) = packed.as_chunks::<LANES>();
-    let (steps, last) = values.as_chunks_mut::<STEP>();
-    debug_assert!(last.is_empty());
-    for (values, bytes) in steps.iter_mut().zip(bytes) {
-        for j in 0..LANES {
-            values[j] = code_value(bytes[j]);
-            values[LANES + j] = code_value(bytes[j] >> 4);
-        }
+/// Products in [`super::Mode::Exact`].
+pub(super) struct Exact;
+
+impl Kernel for Exact {
+    type X = Lanes;
+    type W = Lanes;
+    const DIRECT: usize = 0;
+
+    fn direct(
+        _: &Matrix,
+        _: std::ops::Range<usize>,
+        _: &super::activations::Blocked<Lanes>,
+        _: &mut [f32],
+    ) -> bool {
+        false
     }
-    decode_half_step(rest, steps.get_mut(bytes.len()));
+    fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Lanes]) {
+        decode(w.row(row), block, out);
+    }
+    fn multiply(_: WeightFormat, width: usize, w: &[Lanes], x: &[Lanes], lanes: &mut [Lanes]) {
+        multiply(width, w, x, lanes);
+    }
+    fn scaled(row: Row<'_>, sum: f32) -> f32 {
+        scaled_exact(row, sum)
+    }
 }
 
-/// INT4 rows are whole steps.
+/// The weights of block `block` of a row, as exact as f32 can hold them, in the order of their activations. They lack what
+/// [`scaled_exact`] multiplies sums by.
 #[inline(always)]
-pub(super) fn decode_ints(packed: &[u8], values: &mut [f32]) {
-    let (bytes, _) = packed.as_chunks::<LANES>();
-    let (steps, _) = values.as_chunks_mut::<STEP>();
-    for (values, bytes) in steps.iter_mut().zip(bytes) {
-        for j in 0..LANES {
-            values[j] = int4_value(bytes[j]);
-            values[LANES + j] = int4_value(bytes[j] >> 4);
+pub(super) fn decode(row: Row<'_>, block: usize, out: &mut [Lanes]) {
+    let first = block * Lanes::BLOCK / 2;
+    match row {
+        Row::F32(w) => natural(&w[first * STEP..], out, |w| w),
+        Row::Int8 { codes, .. } => natural(&codes[first * STEP..], out, f32::from),
+        Row::Bf16(w) => {
+            for (out, w) in out.chunks_exact_mut(2).zip(w[first * STEP..].chunks(STEP)) {
+                let w: [bf16; STEP] = padded(w, bf16::ZERO);
+                for j in 0..LANES {
+                    out[0].0[j] = widen(w[2 * j]);
+                    out[1].0[j] = widen(w[2 * j + 1]);
+                }
+            }
+        }
+        Row::Mxfp4 { packed, scale } => {
+            let scale = &scale[first..];
+            nibbles(&packed[first * LANES..], out, code_value, |i| [folded_scale(scale[i]); 2]);
+        }
+        Row::Nvfp4 { packed, scale, .. } => {
+            let scale = &scale[2 * first..];
+            // A last half step has no second block; its codes are zero.
+            nibbles(&packed[first * LANES..], out, code_value, |i| {
+                [fp8_value(scale[2 * i]), scale.get(2 * i + 1).map_or(0.0, |s| fp8_value(*s))]
+            });
+        }
+        Row::Int4 { packed, scale } => {
+            // A group is two steps.
+            nibbles(&packed[first * LANES..], out, int4_value, |i| [scale.get((first + i) / 2) / FOLDED; 2]);
         }
     }
 }
 
-/// NVFP4 rows may end in half a step; its other half stays zero.
 #[inline(always)]
-pub(super) fn decode_half_step(packed: &[u8], values: Option<&mut [f32; STEP]>) {
-    if let Some(values) = values {
-        for (j, &byte) in packed.iter().enumerate() {
-            values[j] = code_value(byte);
-            values[LANES + j] = code_value(byte >> 4);
+fn natural<T: Copy + Default>(w: &[T], out: &mut [Lanes], value: impl Fn(T) -> f32) {
+    for (out, w) in out.chunks_exact_mut(2).zip(w.chunks(STEP)) {
+        let w: [T; STEP] = padded(w, T::default());
+        for j in 0..LANES {
+            out[0].0[j] = value(w[j]);
+            out[1].0[j] = value(w[LANES + j]);
+        }
+    }
+}
+
+/// Steps of packed codes. Lanes 0..8 have the first scale of a step, the others the second.
+#[inline(always)]
+fn nibbles(packed: &[u8], out: &mut [Lanes], value: impl Fn(u8) -> f32, scales: impl Fn(usize) -> [f32; 2]) {
+    for (i, (out, bytes)) in out.chunks_exact_mut(2).zip(packed.chunks(LANES)).enumerate() {
+        let bytes: [u8; LANES] = padded(bytes, 0);
+        for (half, scale) in scales(i).into_iter().enumerate() {
+            for j in half * LANES / 2..(half + 1) * LANES / 2 {
+                out[0].0[j] = value(bytes[j]) * scale;
+                out[1].0[j] = value(bytes[j] >> 4) * scale;
+            }
+        }
+    }
+}
+
+/// The last elements of a row, and `rest`.
+#[inline(always)]
+pub(super) fn padded<T: Copy, const N: usize>(w: &[T], rest: T) -> [T; N] {
+    match w.try_into() {
+        Ok(whole) => whole,
+        Err(_) => {
+            let mut out = [rest; N];
+            out[..w.len()].copy_from_slice(w);
+            out
+        }
+    }
+}
+
+/// [`Kernel::multiply`] of exact products: within a block 16 chains of fused multiply-adds in the order of columns, which
+/// begin at zero; the chains of a block are added to those of the blocks before.
+#[inline(always)]
+pub(super) fn multiply(width: usize, w: &[Lanes], x: &[Lanes], lanes: &mut [Lanes]) {
+    let n = x.len() / width;
+    for (w, lanes) in w.chunks_exact(width).zip(lanes.chunks_exact_mut(n)) {
+        for (x, lanes) in x.chunks_exact(width).zip(lanes) {
+            let mut sums = [0.0; LANES];
+            for (w, x) in w.iter().zip(x) {
+                for j in 0..LANES {
+                    sums[j] = w.0[j].mul_add(x.0[j], sums[j]);
+                }
+            }
+            for j in 0..LANES {
+                lanes.0[j] += sums[j];
+            }
         }
     }
 }
 
 /// [`E2M1::to_f32`] of a low nibble without a table, so that compilers turn it into vector code. Exponent and mantissa
 /// bits move to their place in an f32, rebiased; the two codes below 1 (0 and 0.5) are no normal numbers in E2M1 and
-/// come from an integer. No step passes through an f32 subnormal: a host thread that flushes those to zero gets the same
-/// values.
+/// come from an integer.
 #[inline(always)]
 fn code_value(byte: u8) -> f32 {
     /// What E2M1's exponent field lacks to f32's.
@@ -58,252 +141,202 @@ fn code_value(byte: u8) -> f32 {
     f32::from_bits(bits | ((code & 8) << 28))
 }
 
-/// The value of a bf16. Unlike `bf16::to_f32` it does not quiet NaNs, and so compiles to a shift.
-#[inline(always)]
-pub(super) fn widen(w: bf16) -> f32 {
-    f32::from_bits(u32::from(w.to_bits()) << 16)
-}
-
-#[inline(always)]
-pub(super) fn dot_bf16(w: &[bf16], x: &[f32]) -> f32 {
-    let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
-    let (steps, rest) = w.as_chunks::<STEP>();
-    let (x_steps, x_rest) = x[..w.len()].as_chunks::<STEP>();
-    for (w, x) in steps.iter().zip(x_steps) {
-        for j in 0..LANES {
-            low[j] += widen(w[j]) * x[j];
-            high[j] += widen(w[LANES + j]) * x[LANES + j];
-        }
-    }
-    for (j, (w, x)) in rest.iter().zip(x_rest).enumerate() {
-        let lane = if j < LANES { &mut low[j] } else { &mut high[j - LANES] };
-        *lane += widen(*w) * x;
-    }
-    tree_sum(low, high)
-}
-
-/// [`dot_f32`] of an INT8 row that is widened on the way, without its scale.
-#[inline(always)]
-pub(super) fn dot_int8(w: &[i8], x: &[f32]) -> f32 {
-    let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
-    let (steps, rest) = w.as_chunks::<STEP>();
-    let (x_steps, x_rest) = x[..w.len()].as_chunks::<STEP>();
-    for (w, x) in steps.iter().zip(x_steps) {
-        for j in 0..LANES {
-            low[j] += f32::from(w[j]) * x[j];
-            high[j] += f32::from(w[LANES + j]) * x[LANES + j];
-        }
-    }
-    add_int8_rest(&mut low, &mut high, rest, x_rest);
-    tree_sum(low, high)
-}
-
-/// The columns after the last whole step.
-#[inline(always)]
-pub(super) fn add_int8_rest(low: &mut [f32; LANES], high: &mut [f32; LANES], w: &[i8], x: &[f32]) {
-    for (j, (w, x)) in w.iter().zip(x).enumerate() {
-        let lane = if j < LANES { &mut low[j] } else { &mut high[j - LANES] };
-        *lane += f32::from(*w) * x;
-    }
-}
-
-/// A dot product in the fixed reduction shape of this module; also for products of activations.
-#[inline(always)]
-pub fn dot_f32(w: &[f32], x: &[f32]) -> f32 {
-    debug_assert_eq!(w.len(), x.len());
-    let (mut low, mut high) = ([0.0; LANES], [0.0; LANES]);
-    let (steps, rest) = w.as_chunks::<STEP>();
-    let (x_steps, x_rest) = x.as_chunks::<STEP>();
-    for (w, x) in steps.iter().zip(x_steps) {
-        for j in 0..LANES {
-            low[j] += w[j] * x[j];
-            high[j] += w[LANES + j] * x[LANES + j];
-        }
-    }
-    add_rest(&mut low, &mut high, rest, x_rest);
-    tree_sum(low, high)
-}
-
-/// The columns after the last whole step.
-#[inline(always)]
-pub(super) fn add_rest(low: &mut [f32; LANES], high: &mut [f32; LANES], w: &[f32], x: &[f32]) {
-    for (j, (w, x)) in w.iter().zip(x).enumerate() {
-        let lane = if j < LANES { &mut low[j] } else { &mut high[j - LANES] };
-        *lane += w * x;
-    }
-}
-
-/// The sum of squares in f64, where no f32 overflows, in the fixed reduction shape of this module.
-pub fn square_sum(x: &[f32]) -> f64 {
-    let mut sums = [0.0_f64; LANES];
-    let (steps, rest) = x.as_chunks::<LANES>();
-    for x in steps {
-        for j in 0..LANES {
-            sums[j] += f64::from(x[j]) * f64::from(x[j]);
-        }
-    }
-    for (sum, x) in sums.iter_mut().zip(rest) {
-        *sum += f64::from(*x) * f64::from(*x);
-    }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for j in 0..width {
-            sums[j] += sums[j + width];
-        }
-        width /= 2;
-    }
-    sums[0]
-}
-
-#[inline(always)]
-pub(super) fn dot_blocks(codes: &[f32], scales: &[[f32; 2]], x: &[f32]) -> f32 {
-    let (mut even, mut odd) = ([0.0; LANES], [0.0; LANES]);
-    let (codes, _) = codes.as_chunks::<STEP>();
-    let (x, _) = x.as_chunks::<STEP>();
-    let (code_pairs, code_last) = codes.as_chunks::<2>();
-    let (x_pairs, x_last) = x.as_chunks::<2>();
-    let (scale_pairs, scale_last) = scales.as_chunks::<2>();
-    for ((c, x), s) in code_pairs.iter().zip(x_pairs).zip(scale_pairs) {
-        add_step(&mut even, &c[0], s[0], &x[0]);
-        add_step(&mut odd, &c[1], s[1], &x[1]);
-    }
-    if let ([c], [x], [s]) = (code_last, x_last, scale_last) {
-        add_step(&mut even, c, *s, x);
-    }
-    tree_sum(even, odd)
-}
-
-/// [`dot_blocks`] of an MXFP4 row that is decoded on the way.
-#[inline(always)]
-pub(super) fn dot_mxfp4(packed: &[u8], scale: &[E8M0], x: &[f32]) -> f32 {
-    let (mut even, mut odd) = ([0.0; LANES], [0.0; LANES]);
-    let (bytes, _) = packed.as_chunks::<LANES>();
-    let (x, _) = x.as_chunks::<STEP>();
-    let (byte_pairs, byte_last) = bytes.as_chunks::<2>();
-    let (x_pairs, x_last) = x.as_chunks::<2>();
-    let (scale_pairs, scale_last) = scale.as_chunks::<2>();
-    for ((bytes, x), s) in byte_pairs.iter().zip(x_pairs).zip(scale_pairs) {
-        add_packed(&mut even, &bytes[0], code_value, [scale_value(s[0]); 2], &x[0]);
-        add_packed(&mut odd, &bytes[1], code_value, [scale_value(s[1]); 2], &x[1]);
-    }
-    if let ([bytes], [x], [s]) = (byte_last, x_last, scale_last) {
-        add_packed(&mut even, bytes, code_value, [scale_value(*s); 2], x);
-    }
-    tree_sum(even, odd)
-}
-
-/// [`dot_blocks`] of an NVFP4 row that is decoded on the way, without its global scale.
-#[inline(always)]
-pub(super) fn dot_nvfp4(packed: &[u8], scale: &[E4M3], x: &[f32]) -> f32 {
-    let mut sums = [[0.0; LANES]; 2];
-    let (bytes, half) = packed.as_chunks::<LANES>();
-    let (x, _) = x.as_chunks::<STEP>();
-    let (scales, last) = scale.as_chunks::<2>();
-    for (i, ((bytes, x), s)) in bytes.iter().zip(x).zip(scales).enumerate() {
-        add_packed(&mut sums[i % 2], bytes, code_value, [fp8_value(s[0]), fp8_value(s[1])], x);
-    }
-    if let ([s], Some(x)) = (last, x.get(bytes.len())) {
-        add_packed(&mut sums[bytes.len() % 2], &whole_step(half), code_value, [fp8_value(*s), 0.0], x);
-    }
-    let [even, odd] = sums;
-    tree_sum(even, odd)
-}
-
-/// [`dot_blocks`] of an INT4 row that is decoded on the way. A group is two steps.
-#[inline(always)]
-pub(super) fn dot_int4(packed: &[u8], scale: ScaleRow<'_>, x: &[f32]) -> f32 {
-    let (mut even, mut odd) = ([0.0; LANES], [0.0; LANES]);
-    let (bytes, _) = packed.as_chunks::<LANES>();
-    let (x, _) = x.as_chunks::<STEP>();
-    for (i, (bytes, x)) in bytes.as_chunks::<2>().0.iter().zip(x.as_chunks::<2>().0).enumerate() {
-        let s = [scale.get(i); 2];
-        add_packed(&mut even, &bytes[0], int4_value, s, &x[0]);
-        add_packed(&mut odd, &bytes[1], int4_value, s, &x[1]);
-    }
-    tree_sum(even, odd)
-}
-
-/// The bytes of half a step, and zeros.
-#[inline(always)]
-pub(super) fn whole_step(half: &[u8]) -> [u8; LANES] {
-    let mut bytes = [0; LANES];
-    bytes[..half.len()].copy_from_slice(half);
-    bytes
-}
-
-#[inline(always)]
-fn add_packed(
-    sum: &mut [f32; LANES],
-    bytes: &[u8; LANES],
-    value: impl Fn(u8) -> f32,
-    scale: [f32; 2],
-    x: &[f32; STEP],
-) {
-    let mut codes = [0.0; STEP];
-    for j in 0..LANES {
-        codes[j] = value(bytes[j]);
-        codes[LANES + j] = value(bytes[j] >> 4);
-    }
-    add_step(sum, &codes, scale, x);
-}
-
-/// [`E8M0::to_f32`] from a table.
-#[inline(always)]
-pub(super) fn scale_value(scale: E8M0) -> f32 {
-    static VALUES: [f32; 256] = {
-        let mut values = [0.0; 256];
-        let mut byte = 0;
-        while byte < 256 {
-            values[byte] = E8M0(byte as u8).to_f32();
-            byte += 1;
-        }
-        values
-    };
-    VALUES[usize::from(scale.0)]
-}
-
-/// [`E4M3::to_f32`] from a table.
-#[inline(always)]
-pub(super) fn fp8_value(scale: E4M3) -> f32 {
-    static VALUES: [f32; 256] = {
-        let mut values = [0.0; 256];
-        let mut byte = 0;
-        while byte < 256 {
-            values[byte] = E4M3(byte as u8).to_f32();
-            byte += 1;
-        }
-        values
-    };
-    VALUES[usize::from(scale.0)]
-}
-
-/// One step of a block format: lanes 0..8 have the first scale, lanes 8..16 the second.
-#[inline(always)]
-fn add_step(sum: &mut [f32; LANES], c: &[f32; STEP], scale: [f32; 2], x: &[f32; STEP]) {
-    for (half, s) in scale.into_iter().enumerate() {
-        for j in half * LANES / 2..(half + 1) * LANES / 2 {
-            sum[j] += s * (c[j] * x[j] + c[LANES + j] * x[LANES + j]);
-        }
-    }
-}
-
-#[inline(always)]
-pub(super) fn tree_sum(mut low: [f32; LANES], high: [f32; LANES]) -> f32 {
-    for j in 0..LANES {
-        low[j] += high[j];
-    }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for j in 0..width {
-            low[j] += low[j + width];
-        }
-        width /= 2;
-    }
-    low[0]
-}
-
 /// The value of a code by the arithmetic that the kernels use, for tests against [`E2M1::VALUES`].
 #[doc(hidden)]
 pub fn kernel_code_value(code: E2M1) -> f32 {
     code_value(code.0)
+}
+
+/// The value of a bf16. Unlike `bf16::to_f32` it does not quiet NaNs, and so compiles to a shift.
+#[inline(always)]
+fn widen(w: bf16) -> f32 {
+    f32::from_bits(u32::from(w.to_bits()) << 16)
+}
+
+/// A table of a scale's values, each divided by a power of two.
+macro_rules! scale_table {
+    ($type:ident, $divisor:expr) => {{
+        static VALUES: [f32; 256] = {
+            let mut values = [0.0; 256];
+            let mut byte = 0;
+            while byte < 256 {
+                values[byte] = $type(byte as u8).to_f32() / $divisor;
+                byte += 1;
+            }
+            values
+        };
+        &VALUES
+    }};
+}
+
+/// A block scale of MXFP4, less [`FOLDED`].
+#[inline(always)]
+pub(super) fn folded_scale(scale: E8M0) -> f32 {
+    scale_table!(E8M0, FOLDED)[usize::from(scale.0)]
+}
+
+/// [`E4M3::to_f32`]
+#[inline(always)]
+pub(super) fn fp8_value(scale: E4M3) -> f32 {
+    scale_table!(E4M3, 1.0)[usize::from(scale.0)]
+}
+
+/// Products in [`super::Mode::Int8`].
+pub(super) struct Int8;
+
+/// The weights of one block of columns as integers.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(super) struct Codes {
+    /// Raised so that none is negative. They meet [`Ints::first`].
+    pub(super) first: [u8; 64],
+    /// They meet [`Ints::second`].
+    pub(super) second: [u8; 64],
+    /// The block scale of each lane.
+    pub(super) scale: [f32; LANES],
+}
+
+impl Unit for Codes {
+    const BLOCK: usize = Ints::BLOCK;
+    const ZERO: Self = Self { first: [0; 64], second: [0; 64], scale: [0.0; LANES] };
+}
+
+impl Kernel for Int8 {
+    type X = Ints;
+    type W = Codes;
+    const DIRECT: usize = 0;
+
+    fn direct(
+        _: &Matrix,
+        _: std::ops::Range<usize>,
+        _: &super::activations::Blocked<Ints>,
+        _: &mut [f32],
+    ) -> bool {
+        false
+    }
+    fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Codes]) {
+        decode_ints(w.row(row), block, out, look_up);
+    }
+    fn multiply(_: WeightFormat, width: usize, w: &[Codes], x: &[Ints], lanes: &mut [Lanes]) {
+        multiply_ints(width, w, x, lanes);
+    }
+    fn scaled(row: Row<'_>, sum: f32) -> f32 {
+        scaled_ints(row, sum)
+    }
+}
+
+/// Powers of two that block scales of MXFP4 are lowered by in integer products. A lane's integer sum is below that, so
+/// that no product of the two overflows.
+pub(super) const E8M0_LOWERED: u8 = 15;
+const E8M0_FOLDED: f32 = (1_u32 << E8M0_LOWERED) as f32;
+/// What block scales of NVFP4 are divided by in integer products: that is how IEEE half precision reads their bits.
+const E4M3_FOLDED: f32 = 256.0;
+/// E2M1 codes are doubled to be integers, and raised by 12.
+pub(super) const RAISED_E2M1: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+
+/// A finished sum of integer products times what the row has in common.
+#[inline]
+pub(super) fn scaled_ints(row: Row<'_>, sum: f32) -> f32 {
+    match row {
+        // Never asked for: these formats have no integers.
+        Row::F32(_) | Row::Bf16(_) => sum,
+        Row::Mxfp4 { .. } => sum * (E8M0_FOLDED / 2.0),
+        Row::Nvfp4 { global, .. } => global.apply(sum * (E4M3_FOLDED / 2.0)),
+        Row::Int8 { scale, .. } => sum * scale,
+        Row::Int4 { .. } => sum,
+    }
+}
+
+/// The nibbles of INT4 are what they are raised to.
+const RAISED_INT4: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+
+/// The weights of block `block` of a row as integers, and their scales. `look_up` fills the codes of packed bytes from a
+/// table.
+#[inline(always)]
+pub(super) fn decode_ints(
+    row: Row<'_>,
+    block: usize,
+    out: &mut [Codes],
+    look_up: impl Fn(&[u8; 16], &[u8; 64], &mut Codes),
+) {
+    let first = block * Codes::BLOCK;
+    match row {
+        Row::F32(_) | Row::Bf16(_) => {}
+        Row::Int8 { codes, .. } => {
+            for (out, codes) in out.iter_mut().zip(codes[first * 64..].chunks(64)) {
+                let codes: [i8; 64] = padded(codes, 0);
+                for j in 0..64 {
+                    out.first[j] = codes[j] as u8 ^ 0x80;
+                }
+                (out.second, out.scale) = ([0; 64], [1.0; LANES]);
+            }
+        }
+        Row::Mxfp4 { packed, scale } => {
+            let scales = scale_table!(E8M0, E8M0_FOLDED);
+            let value = |s: &E8M0| scales[usize::from(s.0)];
+            block_scales::<4>(first, out, |i| scale.get(i).map_or(0.0, value));
+            packed_codes(packed, first, out, |bytes, out| look_up(&RAISED_E2M1, bytes, out));
+        }
+        Row::Nvfp4 { packed, scale, .. } => {
+            let scales = scale_table!(E4M3, E4M3_FOLDED);
+            let value = |s: &E4M3| scales[usize::from(s.0)];
+            block_scales::<8>(first, out, |i| scale.get(i).map_or(0.0, value));
+            packed_codes(packed, first, out, |bytes, out| look_up(&RAISED_E2M1, bytes, out));
+        }
+        Row::Int4 { packed, scale } => {
+            let groups = packed.len() / 32;
+            block_scales::<2>(first, out, |i| if i < groups { scale.get(i) } else { 0.0 });
+            packed_codes(packed, first, out, |bytes, out| look_up(&RAISED_INT4, bytes, out));
+        }
+    }
+}
+
+/// `G` scales a block.
+#[inline(always)]
+fn block_scales<const G: usize>(first: usize, out: &mut [Codes], scale: impl Fn(usize) -> f32) {
+    for (i, out) in out.iter_mut().enumerate() {
+        for (g, lanes) in out.scale.chunks_exact_mut(LANES / G).enumerate() {
+            lanes.fill(scale((first + i) * G + g));
+        }
+    }
+}
+
+/// Blocks of packed codes. What is beyond the end of a row meets zeros.
+#[inline(always)]
+fn packed_codes(packed: &[u8], first: usize, out: &mut [Codes], look_up: impl Fn(&[u8; 64], &mut Codes)) {
+    for (out, bytes) in out.iter_mut().zip(packed[first * 64..].chunks(64)) {
+        match bytes.try_into() {
+            Ok(bytes) => look_up(bytes, out),
+            Err(_) => look_up(&padded(bytes, 0), out),
+        }
+    }
+}
+
+/// Both nibbles of each byte.
+pub(super) fn look_up(table: &[u8; 16], bytes: &[u8; 64], out: &mut Codes) {
+    for j in 0..64 {
+        out.first[j] = table[usize::from(bytes[j] & 15)];
+        out.second[j] = table[usize::from(bytes[j] >> 4)];
+    }
+}
+
+/// [`Kernel::multiply`] of integer products: 16 chains of fused multiply-adds in the order of blocks. A link is an exact
+/// integer sum times a block scale, which is exact in the formats of 4-bit floats, times the activations' scale.
+#[inline(always)]
+pub(super) fn multiply_ints(width: usize, w: &[Codes], x: &[Ints], lanes: &mut [Lanes]) {
+    let n = x.len() / width;
+    for (w, lanes) in w.chunks_exact(width).zip(lanes.chunks_exact_mut(n)) {
+        for (x, lanes) in x.chunks_exact(width).zip(lanes) {
+            for (w, x) in w.iter().zip(x) {
+                for j in 0..LANES {
+                    let mut sum = x.start[j];
+                    for c in 4 * j..4 * j + 4 {
+                        sum += i32::from(w.first[c]) * i32::from(x.first[c]);
+                        sum += i32::from(w.second[c]) * i32::from(x.second[c]);
+                    }
+                    lanes.0[j] = (sum as f32 * w.scale[j]).mul_add(x.scale[j], lanes.0[j]);
+                }
+            }
+        }
+    }
 }

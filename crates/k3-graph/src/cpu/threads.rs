@@ -1,0 +1,153 @@
+//! Work shared among threads: fixed tiles, handed out as threads get free.
+//!
+//! The thread that calls works too and the helpers join as they wake, so a call never waits for a thread that has not
+//! come yet to take its share, and a core that another process holds delays no more than the tile in work there. Small
+//! work is not shared at all: waking a helper takes longer. None of that is seen in a result, since a tile is worked
+//! out in one piece wherever it is.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+/// Nanoseconds of work below which a call stays on its own thread.
+const WORTH_SHARING: usize = 40_000;
+
+/// The calling thread and its helpers.
+pub(super) struct Threads {
+    /// One fewer than the threads.
+    helpers: Option<rayon::ThreadPool>,
+    worth_sharing: usize,
+}
+
+impl Threads {
+    pub(super) fn new(threads: usize) -> Result<Self, rayon::ThreadPoolBuildError> {
+        let threads = if threads == 0 { default_threads() } else { threads };
+        let start = |helpers| {
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(helpers)
+                .thread_name(|i| format!("k3-cpu-{}", i + 1))
+                .build()
+        };
+        let helpers = if threads > 1 { Some(start(threads - 1)?) } else { None };
+        Ok(Self { helpers, worth_sharing: WORTH_SHARING })
+    }
+
+    /// Shares everything, however small.
+    pub(super) fn share_everything(&mut self) {
+        self.worth_sharing = 0;
+    }
+
+    pub(super) fn count(&self) -> usize {
+        1 + self.helpers.as_ref().map_or(0, rayon::ThreadPool::current_num_threads)
+    }
+
+    /// `work` on every tile, in any order. `nanoseconds` is about what all of it takes on one thread.
+    pub(super) fn share<T: Send>(
+        &self,
+        nanoseconds: usize,
+        tiles: impl Iterator<Item = T> + Send,
+        work: impl Fn(T) + Sync,
+    ) {
+        self.share_with(nanoseconds, tiles, || (), |(), tile| work(tile));
+    }
+
+    /// The same with something that each thread makes for itself, such as a buffer.
+    pub(super) fn share_with<T: Send, S>(
+        &self,
+        nanoseconds: usize,
+        tiles: impl Iterator<Item = T> + Send,
+        own: impl Fn() -> S + Sync,
+        work: impl Fn(&mut S, T) + Sync,
+    ) {
+        let Some(helpers) = self.helpers.as_ref().filter(|_| nanoseconds >= self.worth_sharing) else {
+            let mut own = own();
+            return tiles.for_each(|tile| work(&mut own, tile));
+        };
+        let tiles = Mutex::new(tiles.fuse());
+        let take = || tiles.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let run = || {
+            let Some(first) = take() else { return };
+            let mut own = own();
+            work(&mut own, first);
+            while let Some(tile) = take() {
+                work(&mut own, tile);
+            }
+        };
+        // More helpers than a share of the work is worth waking for have nothing to do but to wait for the lock.
+        let useful = nanoseconds / (self.worth_sharing / 2).max(1);
+        let wake = helpers.current_num_threads().min(useful.max(1));
+        helpers.in_place_scope(|scope| {
+            for _ in 0..wake {
+                scope.spawn(|_| run());
+            }
+            run();
+        });
+    }
+}
+
+/// One a physical core that this process may use: two threads of a core share its registers and its way to memory, and
+/// kernels that are bound by either gain nothing from the second.
+fn default_threads() -> usize {
+    // What affinity and control groups leave.
+    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let cores = physical_cores(Path::new("/sys/devices/system/cpu"), &status);
+    cores.map_or(allowed, |cores| cores.clamp(1, allowed))
+}
+
+/// Cores of which the `Cpus_allowed_list` of `status` has a thread, by the topology in `folder`. `None` where there is none.
+fn physical_cores(folder: &Path, status: &str) -> Option<usize> {
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+    let mut cores = BTreeSet::new();
+    for range in list.trim().split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        for cpu in first.parse::<usize>().ok()?..=last.parse::<usize>().ok()? {
+            // The threads of a core all give the same list of themselves.
+            let siblings = folder.join(format!("cpu{cpu}/topology/thread_siblings_list"));
+            cores.insert(fs::read_to_string(siblings).ok()?);
+        }
+    }
+    Some(cores.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    use super::{Threads, physical_cores};
+
+    #[test]
+    fn every_tile_is_worked_on_once() {
+        for threads in [1, 2, 5] {
+            for nanoseconds in [0, 1_000_000] {
+                let counts: Vec<AtomicUsize> = (0..100).map(|_| AtomicUsize::new(0)).collect();
+                let threads = Threads::new(threads).unwrap();
+                threads.share(nanoseconds, counts.iter(), |count| {
+                    count.fetch_add(1, Relaxed);
+                });
+                assert!(counts.iter().all(|count| count.load(Relaxed) == 1));
+                threads.share(nanoseconds, std::iter::empty(), |(): ()| unreachable!("there is no tile"));
+            }
+        }
+    }
+
+    #[test]
+    fn threads_of_a_core_count_once() {
+        let folder = std::env::temp_dir().join(format!("k3-topology-{}", std::process::id()));
+        for (cpu, siblings) in [(0, "0,4"), (1, "1,5"), (2, "2,6"), (4, "0,4"), (5, "1,5")] {
+            let topology = folder.join(format!("cpu{cpu}/topology"));
+            std::fs::create_dir_all(&topology).unwrap();
+            std::fs::write(topology.join("thread_siblings_list"), format!("{siblings}\n")).unwrap();
+        }
+        let cores = |list: &str| physical_cores(&folder, &format!("Name:\tk3\nCpus_allowed_list:\t{list}\n"));
+        assert_eq!(cores("0-2,4-5"), Some(3));
+        assert_eq!(cores("4"), Some(1));
+        assert_eq!(cores("0,4"), Some(1));
+        // A processor without topology, a list that is none, no list.
+        assert_eq!(cores("0-3"), None);
+        assert_eq!(cores("all"), None);
+        assert_eq!(physical_cores(&folder, "Name:\tk3\n"), None);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}

@@ -1,0 +1,118 @@
+//! The loops around the kernels: which weight rows and which activations are multiplied when.
+
+use std::ops::Range;
+
+use super::activations::{Blocked, Lanes, Unit};
+use super::dot::tree_sum;
+use crate::{Matrix, Row, WeightFormat};
+
+/// Weight rows whose blocks are decoded together: with the activations of [`TOKENS`] rows and their partial sums they
+/// stay in the second-level cache.
+const ROWS: usize = 32;
+/// Rows of activations that meet a decoded block.
+const TOKENS: usize = 96;
+/// The same weight rows for few rows of activations: what is decoded stays in the first-level cache.
+const FEW: usize = 4;
+
+/// The inner loops of one instruction set and one mode. All sets give the same bits.
+pub(super) trait Kernel {
+    /// A unit of activations.
+    type X: Unit;
+    /// The weights that meet it.
+    type W: Unit;
+    /// Rows of activations up to which weights go to registers from their stored form.
+    const DIRECT: usize;
+
+    /// The unscaled products of `rows` with all of `x`, of which there are at most [`Self::DIRECT`] rows: `out` is
+    /// `[rows.len(), n]`. False if a row has scales that only [`Self::decode`] can read.
+    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Self::X>, out: &mut [f32]) -> bool;
+
+    /// Block `block` of a row.
+    fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Self::W]);
+
+    /// Adds the products of a block: `w` is `[rows, width]`, `x` `[n, width]`, `lanes` `[rows, n]`.
+    fn multiply(format: WeightFormat, width: usize, w: &[Self::W], x: &[Self::X], lanes: &mut [Lanes]);
+
+    /// The sums of lanes.
+    fn sum(lanes: &[Lanes], out: &mut [f32]) {
+        out.iter_mut().zip(lanes).for_each(|(out, lanes)| *out = tree_sum(lanes.0));
+    }
+
+    /// A finished sum times what the whole row has in common.
+    fn scaled(row: Row<'_>, sum: f32) -> f32;
+}
+
+/// `out = W[rows] X^T`, `[rows.len(), n]`.
+pub(super) fn product<K: Kernel>(w: &Matrix, rows: Range<usize>, x: &Blocked<K::X>, out: &mut [f32]) {
+    let n = x.n;
+    if n == 0 {
+        return;
+    }
+    let mut buffers = Buffers { panel: Vec::new(), lanes: Vec::new(), sums: Vec::new() };
+    let group = if n <= FEW { FEW } else { ROWS };
+    for (first, out) in rows.step_by(group).zip(out.chunks_mut(group * n)) {
+        let rows = first..first + out.len() / n;
+        if n > K::DIRECT || !K::direct(w, rows.clone(), x, out) {
+            for token in (0..n).step_by(TOKENS) {
+                buffers.product::<K>(w, rows.clone(), x, token..n.min(token + TOKENS), out);
+            }
+        }
+        for (r, out) in rows.zip(out.chunks_exact_mut(n)) {
+            let row = w.row(r);
+            out.iter_mut().for_each(|y| *y = K::scaled(row, *y));
+        }
+    }
+}
+
+/// Memory that products of many rows need.
+struct Buffers<W> {
+    /// A block of columns of some weight rows.
+    panel: Vec<W>,
+    /// Partial sums of weight rows and rows of activations.
+    lanes: Vec<Lanes>,
+    sums: Vec<f32>,
+}
+
+impl<W: Unit> Buffers<W> {
+    fn product<K: Kernel<W = W>>(
+        &mut self,
+        w: &Matrix,
+        rows: Range<usize>,
+        x: &Blocked<K::X>,
+        tokens: Range<usize>,
+        out: &mut [f32],
+    ) {
+        let n = tokens.len();
+        self.lanes.clear();
+        self.lanes.resize(rows.len() * n, Lanes::ZERO);
+        for block in 0..x.blocks() {
+            let width = x.width(block);
+            self.panel.resize(rows.len() * width, W::ZERO);
+            for (r, panel) in rows.clone().zip(self.panel.chunks_exact_mut(width)) {
+                K::decode(w, r, block, panel);
+            }
+            let x = x.block(block, tokens.start, n);
+            K::multiply(w.format(), width, &self.panel, x, &mut self.lanes);
+        }
+        self.sums.resize(self.lanes.len(), 0.0);
+        K::sum(&self.lanes, &mut self.sums);
+        for (out, sums) in out.chunks_exact_mut(x.n).zip(self.sums.chunks_exact(n)) {
+            out[tokens.clone()].copy_from_slice(sums);
+        }
+    }
+}
+
+/// [`Kernel::scaled`] of exact products.
+#[inline]
+pub(super) fn scaled_exact(row: Row<'_>, sum: f32) -> f32 {
+    match row {
+        Row::F32(_) | Row::Bf16(_) => sum,
+        Row::Mxfp4 { .. } | Row::Int4 { .. } => sum * FOLDED,
+        Row::Nvfp4 { global, .. } => global.apply(sum),
+        Row::Int8 { scale, .. } => sum * scale,
+    }
+}
+
+/// Block scales of MXFP4 and INT4 are divided by this before they meet their codes, which reach 8, so that no weight
+/// overflows; all of MXFP4's stay exact. The sum is multiplied by it.
+pub(super) const FOLDED: f32 = 8.0;

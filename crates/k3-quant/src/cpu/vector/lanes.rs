@@ -1,0 +1,135 @@
+//! 16 floats, in the registers of an instruction set.
+
+use crate::cpu::LANES;
+
+/// What the small products are written in. Every operation is that of IEEE 754 on each lane.
+pub(super) trait Lanes {
+    type Lanes: Copy;
+    fn splat(x: f32) -> Self::Lanes;
+    fn load(x: &[f32; LANES]) -> Self::Lanes;
+    fn store(x: Self::Lanes, out: &mut [f32; LANES]);
+    fn add(a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
+    fn mul(a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
+
+    /// `sum + a * b`, rounded twice.
+    #[inline(always)]
+    fn add_product(sum: Self::Lanes, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes {
+        Self::add(sum, Self::mul(a, b))
+    }
+}
+
+/// The target's baseline, as compilers see it.
+pub(super) struct Portable;
+
+impl Lanes for Portable {
+    type Lanes = [f32; LANES];
+    #[inline(always)]
+    fn splat(x: f32) -> [f32; LANES] {
+        [x; LANES]
+    }
+    #[inline(always)]
+    fn load(x: &[f32; LANES]) -> [f32; LANES] {
+        *x
+    }
+    #[inline(always)]
+    fn store(x: [f32; LANES], out: &mut [f32; LANES]) {
+        *out = x;
+    }
+    #[inline(always)]
+    fn add(mut a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        for i in 0..LANES {
+            a[i] += b[i];
+        }
+        a
+    }
+    #[inline(always)]
+    fn mul(mut a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        for i in 0..LANES {
+            a[i] *= b[i];
+        }
+        a
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{Avx2, Avx512};
+
+/// Only [`super::Vectors`] names these types, in functions that are compiled for the instruction set and are called
+/// where it was found.
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        __m256, __m512, _mm256_add_ps, _mm256_loadu_ps, _mm256_mul_ps, _mm256_set1_ps, _mm256_storeu_ps,
+        _mm512_add_ps, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps, _mm512_storeu_ps,
+    };
+
+    use super::{LANES, Lanes};
+
+    pub(crate) struct Avx2;
+
+    impl Lanes for Avx2 {
+        type Lanes = [__m256; 2];
+        #[inline(always)]
+        fn splat(x: f32) -> [__m256; 2] {
+            // SAFETY: AVX2 has been found, see the module.
+            let x = unsafe { _mm256_set1_ps(x) };
+            [x, x]
+        }
+        #[inline(always)]
+        fn load(x: &[f32; LANES]) -> [__m256; 2] {
+            let x = x.as_ptr();
+            // SAFETY: AVX2 has been found; 16 floats are there to be read, at any alignment.
+            unsafe { [_mm256_loadu_ps(x), _mm256_loadu_ps(x.add(LANES / 2))] }
+        }
+        #[inline(always)]
+        fn store(x: [__m256; 2], out: &mut [f32; LANES]) {
+            let out = out.as_mut_ptr();
+            // SAFETY: AVX2 has been found; 16 floats are there to be written, at any alignment.
+            unsafe {
+                _mm256_storeu_ps(out, x[0]);
+                _mm256_storeu_ps(out.add(LANES / 2), x[1]);
+            }
+        }
+        #[inline(always)]
+        fn add(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+            // SAFETY: AVX2 has been found, see the module.
+            unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
+        }
+        #[inline(always)]
+        fn mul(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+            // SAFETY: AVX2 has been found, see the module.
+            unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+        }
+    }
+
+    pub(crate) struct Avx512;
+
+    impl Lanes for Avx512 {
+        type Lanes = __m512;
+        #[inline(always)]
+        fn splat(x: f32) -> __m512 {
+            // SAFETY: AVX-512 F has been found, see the module.
+            unsafe { _mm512_set1_ps(x) }
+        }
+        #[inline(always)]
+        fn load(x: &[f32; LANES]) -> __m512 {
+            // SAFETY: AVX-512 F has been found; 16 floats are there to be read, at any alignment.
+            unsafe { _mm512_loadu_ps(x.as_ptr()) }
+        }
+        #[inline(always)]
+        fn store(x: __m512, out: &mut [f32; LANES]) {
+            // SAFETY: AVX-512 F has been found; 16 floats are there to be written, at any alignment.
+            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) };
+        }
+        #[inline(always)]
+        fn add(a: __m512, b: __m512) -> __m512 {
+            // SAFETY: AVX-512 F has been found, see the module.
+            unsafe { _mm512_add_ps(a, b) }
+        }
+        #[inline(always)]
+        fn mul(a: __m512, b: __m512) -> __m512 {
+            // SAFETY: AVX-512 F has been found, see the module.
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+    }
+}
