@@ -461,7 +461,7 @@ mod tests {
         let model = released(ExpertsName::Mxfp4, DenseName::Int4);
         let at = |ram: u64, disk: f64| {
             let machine = Machine::with(ram * GB);
-            report(&model, &machine, 8192, 512, rate(50e9), vec![rate(disk)])
+            report(&model, &machine, 8192, Some(512), rate(50e9), vec![rate(disk)])
         };
         let slow = at(128, 7e9);
         let hits = slow.expected_hit_rate.unwrap();
@@ -490,7 +490,7 @@ mod tests {
     #[test]
     fn a_machine_that_is_too_small_is_told_what_is_missing() {
         let model = released(ExpertsName::Mxfp4, DenseName::Bf16);
-        let found = report(&model, &Machine::with(64 * GB), 8192, 512, rate(40e9), vec![rate(7e9)]);
+        let found = report(&model, &Machine::with(64 * GB), 8192, Some(512), rate(40e9), vec![rate(7e9)]);
         assert!(found.missing > 50 * GB, "{}", found.missing);
         assert!(found.notes.iter().any(|note| note.contains("does not fit: 5")), "{:?}", found.notes);
         assert_eq!(found.expert_budget, model.sizes.least());
