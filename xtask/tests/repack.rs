@@ -286,6 +286,11 @@ fn a_report_has_its_own_place() {
     assert!(!target.exists());
     good(&source, &target, &[]);
     refused(&target.join("config.json"), "into the target");
+    // A second name of a file of the source gets the report, and the file stays.
+    let second = dir.path().join("second");
+    fs::hard_link(source.join("config.json"), &second).unwrap();
+    good(&source, &target, &["--report", second.to_str().unwrap()]);
+    assert!(fs::read_to_string(&second).unwrap().contains("\"seconds\""));
     assert!(files(&source) == before);
 }
 

@@ -9,7 +9,7 @@ use k3_runner::prompt_ids;
 use k3_tokenizer::Tokenizer;
 use k3_xtml::{ChatRequest, EncodeOptions, Entry, Revision, encode};
 
-use crate::text::all_of_stdin;
+use crate::text::{all_of_file, all_of_stdin};
 
 /// Show what the model will read for a chat request
 ///
@@ -113,11 +113,7 @@ fn bare(text: &str) -> Result<ChatRequest, k3_xtml::EncodeError> {
 
 /// A request from a file or, for `-`, from stdin.
 pub(crate) fn read(path: &Path) -> Result<String> {
-    if path == Path::new("-") {
-        all_of_stdin("the request")
-    } else {
-        std::fs::read_to_string(path).with_context(|| format!("reading the request {}", path.display()))
-    }
+    if path == Path::new("-") { all_of_stdin("the request") } else { all_of_file(path, "the request") }
 }
 
 /// The name first, for scripts.

@@ -1,14 +1,30 @@
 //! Text from stdin: UTF-8, or an error that says where it is not.
 
-use std::io::{Read as _, stdin};
+use std::fs::File;
+use std::io::{Read, stdin};
+use std::path::Path;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
+
+/// The most bytes of one input: a hundred times what the longest context takes. More is a wrong file, or one without an end.
+pub(crate) const MAX_BYTES: u64 = 512 << 20;
 
 /// All of stdin, which holds `what`.
 pub(crate) fn all_of_stdin(what: &str) -> Result<String> {
+    all(stdin().lock(), MAX_BYTES).with_context(|| format!("reading {what} from stdin"))
+}
+
+/// All of a file, which holds `what`.
+pub(crate) fn all_of_file(path: &Path, what: &str) -> Result<String> {
+    let read = || all(File::open(path)?, MAX_BYTES);
+    read().with_context(|| format!("reading {what} {}", path.display()))
+}
+
+fn all(from: impl Read, limit: u64) -> Result<String> {
     let mut bytes = Vec::new();
-    stdin().lock().read_to_end(&mut bytes).with_context(|| format!("reading {what} from stdin"))?;
-    utf8(bytes, Place::default()).with_context(|| format!("reading {what} from stdin"))
+    from.take(limit + 1).read_to_end(&mut bytes)?;
+    ensure!(bytes.len() as u64 <= limit, "it holds more than the {limit} bytes that are read at most");
+    utf8(bytes, Place::default())
 }
 
 /// Where bytes stand in an input: what came before them, which ends with a line.
@@ -44,6 +60,13 @@ mod tests {
     fn check(bytes: &[u8], place: Place, expected: &str) {
         let error = utf8(bytes.to_vec(), place).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{error}");
+    }
+
+    #[test]
+    fn an_input_has_an_end() {
+        assert_eq!(all(&b"abcd"[..], 4).unwrap(), "abcd");
+        let error = all(std::io::repeat(b'a'), 4).unwrap_err().to_string();
+        assert!(error.contains("more than the 4 bytes"), "{error}");
     }
 
     #[test]

@@ -208,7 +208,7 @@ fn is_at(file: &File, path: &Path) -> Result<bool, ShardError> {
 }
 
 /// What has the name `path`, if anything has: a regular file, or it is refused.
-fn regular(path: &Path) -> Result<Option<Metadata>, ShardError> {
+pub(crate) fn regular(path: &Path) -> Result<Option<Metadata>, ShardError> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.is_symlink() => Err(ShardError::OutputIsLink { path: path.to_owned() }),
         Ok(metadata) if !metadata.is_file() => Err(ShardError::Unwritable {

@@ -253,7 +253,7 @@ pub enum ShardError {
         message: String,
     },
     /// The place of an output is a symbolic link.
-    #[error("refusing to write `{}`: it is a symbolic link, and what it points to may belong to another checkpoint; choose a new directory for the output", .path.display())]
+    #[error("refusing to write `{}`: it is a symbolic link, and what it points to may belong to another checkpoint; remove the link, or choose a new directory for the output", .path.display())]
     OutputIsLink {
         /// The link.
         path: PathBuf,

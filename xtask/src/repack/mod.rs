@@ -12,7 +12,7 @@ use k3_format::repack::{
     DenseFormat, ExpertTarget, IoMode, Naming, Outcome, Phase, Recipe, Repack, RepackError, RunOptions,
     VerifyMode,
 };
-use k3_format::{Checkpoint, IndexerNames, OpenOptions, Warning};
+use k3_format::{Checkpoint, IndexerNames, NewFile, OpenOptions, Warning};
 use serde_json::{Value, json};
 
 use crate::output::say;
@@ -310,7 +310,13 @@ fn write_report(args: &Args, mut report: Value) -> Result<()> {
     report["source"] = json!(args.source);
     report["target"] = json!(args.target);
     let text = serde_json::to_string_pretty(&report)? + "\n";
-    std::fs::write(file, text).with_context(|| format!("writing the report {}", file.display()))
+    let write = || {
+        // A file that has the name already may have another one in the source.
+        let mut file = NewFile::create(file)?;
+        file.write(text.as_bytes())?;
+        file.commit()
+    };
+    write().with_context(|| format!("writing the report {}", file.display()))
 }
 
 #[cfg(test)]

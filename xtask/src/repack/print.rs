@@ -215,10 +215,14 @@ fn proof(proof: &Proof) -> Result<()> {
         ))?;
     }
     if proof.shards_compared > 0 {
+        let quantized = match proof.quantized_tensors {
+            0 => String::new(),
+            matrices => format!(", {matrices} matrices are what quantizing the source's gives"),
+        };
         say(format_args!(
             "verified: source and result of all {} shards compared ({way}): {} matrices of routed experts have the same \
              {} codes, the scales of all {} live blocks give the same values, {} blocks are zero in both ({} of them with \
-             another scale), {} other tensors are equal in all {} bytes, {} matrices are what quantizing the source's gives",
+             another scale), {} other tensors are equal in all {} bytes{quantized}",
             proof.shards_compared,
             proof.matrices,
             proof.codes,
@@ -227,7 +231,6 @@ fn proof(proof: &Proof) -> Result<()> {
             proof.zero_blocks_with_other_scale,
             proof.dense_tensors,
             proof.dense_bytes,
-            proof.quantized_tensors,
         ))?;
     }
     Ok(())

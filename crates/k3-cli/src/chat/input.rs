@@ -1,12 +1,12 @@
 //! Lines of a person or of a pipe, and what they mean.
 
-use std::io::{BufRead, IsTerminal, stdin};
+use std::io::{BufRead, IsTerminal, Read as _, stdin};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use k3_xtml::{Effort, ThinkingEffort};
 
 use crate::output::tell;
-use crate::text::{Place, utf8};
+use crate::text::{MAX_BYTES, Place, utf8};
 
 /// What a line says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,13 +111,20 @@ impl<R: BufRead> Lines<R> {
                 tell(format_args!("{prompt}"));
             }
             let mut bytes = Vec::new();
-            if self.input.read_until(b'\n', &mut bytes).context("reading stdin")? == 0 {
+            let limit = MAX_BYTES.saturating_sub(text.len() as u64);
+            let mut input = self.input.by_ref().take(limit + 1);
+            if input.read_until(b'\n', &mut bytes).context("reading stdin")? == 0 {
                 if self.is_terminal {
                     tell(format_args!("\n"));
                 }
                 self.ended = true;
                 break;
             }
+            ensure!(
+                bytes.len() as u64 <= limit,
+                "reading stdin: line {}: a message has more than the {MAX_BYTES} bytes that are read at most",
+                self.place.lines + 1
+            );
             let place = self.place;
             self.place = Place { lines: place.lines + 1, bytes: place.bytes + bytes.len() };
             let line = match utf8(bytes, place) {

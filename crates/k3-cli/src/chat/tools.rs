@@ -5,14 +5,15 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use k3_xtml::json::Value;
 
+use crate::text::all_of_file;
+
 /// The tools that the demonstration model was trained on, exactly as declared there.
 const DEMONSTRATION: &str = include_str!("demonstration.json");
 
 /// The declarations in a file.
 pub(super) fn declared(file: &Path) -> Result<Vec<Value>> {
-    let what = || format!("reading the tools {}", file.display());
-    let text = std::fs::read_to_string(file).with_context(what)?;
-    declarations(&text).with_context(what)
+    let text = all_of_file(file, "the tools")?;
+    declarations(&text).with_context(|| format!("reading the tools {}", file.display()))
 }
 
 /// Those of the demonstration model.

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::shard_error::ShardError;
+
 use super::error::RepackError;
 use super::report::FileRecord;
 use super::source_id::SourceId;
@@ -17,6 +19,9 @@ pub(super) const JOURNAL_FILE: &str = ".repack-journal";
 
 /// The version of the notes that this program writes and reads.
 const VERSION: u32 = 1;
+
+/// The most bytes of notes that are read; those of 93 layers have less than 1 MB. What comes later counts as lost.
+const MAX_BYTES: u64 = 64 << 20;
 
 /// When each shard of a source was last written, by name.
 pub(super) type Times = Vec<(String, i64, i64)>;
@@ -62,7 +67,7 @@ impl Journal {
     /// Opens the journal of `dir`, or makes an empty one, and locks it.
     pub(super) fn open(dir: &Path) -> Result<Self, RepackError> {
         let path = dir.join(JOURNAL_FILE);
-        let mut file = OpenOptions::new()
+        let file = OpenOptions::new()
             .read(true)
             .write(true)
             .create(true)
@@ -82,8 +87,15 @@ impl Journal {
         if !there.is_ok_and(|there| (there.dev(), there.ino()) == (here.dev(), here.ino())) {
             return Err(RepackError::TargetBusy { dir: dir.to_owned() });
         }
+        if here.nlink() > 1 {
+            // Unlike all other outputs it is not written beside its place and renamed.
+            let message = "it has another name elsewhere (a hard link), and the file there would be changed, too: remove \
+                           one of the two names, or put a copy in its place"
+                .to_owned();
+            return Err(ShardError::Unwritable { path, message }.into());
+        }
         let mut text = Vec::new();
-        file.read_to_end(&mut text).map_err(RepackError::io("read", &path))?;
+        (&file).take(MAX_BYTES).read_to_end(&mut text).map_err(RepackError::io("read", &path))?;
         let mut journal = Self { path, file, len: 0, begun: None, records: Vec::new() };
         journal.parse(&text);
         Ok(journal)

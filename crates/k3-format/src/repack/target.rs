@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use crate::index::INDEX_FILE;
-use crate::new_file::PARTIAL;
+use crate::new_file::{PARTIAL, regular};
 use crate::printable::printable;
 use crate::shard_file;
 
@@ -59,11 +59,16 @@ pub(super) fn check(dir: &Path, source: &Path, outputs: &Outputs<'_>) -> Result<
             return Err(RepackError::TargetHoldsSource { dir: dir.to_owned(), file: path });
         }
     }
-    state(dir, outputs)
+    let names = list(dir)?;
+    let state = state(dir, &names, outputs)?;
+    // Now, and not when its turn comes to be written: an index that was removed by then would be lost for nothing.
+    for name in names.iter().filter(|name| *name == JOURNAL_FILE || outputs.has(name)) {
+        regular(&dir.join(name))?;
+    }
+    Ok(state)
 }
 
-fn state(dir: &Path, outputs: &Outputs<'_>) -> Result<State, RepackError> {
-    let names = list(dir)?;
+fn state(dir: &Path, names: &[OsString], outputs: &Outputs<'_>) -> Result<State, RepackError> {
     if names.iter().any(|name| name == JOURNAL_FILE) {
         return Ok(State::Begun);
     }

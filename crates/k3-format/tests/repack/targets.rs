@@ -5,6 +5,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use k3_format::repack::{ExpertTarget, Recipe, RepackError, RunOptions};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 use super::{Workshop, files, run, same};
 
@@ -100,8 +101,45 @@ fn never_over_something_else() {
     // The journal itself.
     fs::create_dir(out("linked")).expect("made");
     symlink(&victim, out("linked/.repack-journal")).expect("linked");
-    attempt(workshop.source.path(), &out("linked"));
+    let error = attempt(workshop.source.path(), &out("linked"));
+    assert!(error.to_string().contains("remove the link"), "{error}");
+    fs::remove_file(out("linked/.repack-journal")).expect("removed");
+    fs::hard_link(&victim, out("linked/.repack-journal")).expect("linked");
+    let error = attempt(workshop.source.path(), &out("linked"));
+    assert!(error.to_string().contains("another name elsewhere"), "{error}");
     assert_eq!(fs::read(&victim).expect("a file"), b"mine");
+}
+
+/// What stands in the way of an output is said before anything is touched, of a finished tree its index included.
+#[test]
+fn things_that_are_no_files() {
+    let workshop = Workshop::of("tiny-k31");
+    workshop.tree("tree", Recipe::default(), &RunOptions::default());
+    let (tree, whole) = (workshop.out.path().join("tree"), workshop.files("tree"));
+    let check = |name: &str, put: &dyn Fn(&Path), wanted: &str| {
+        let (path, aside) = (tree.join(name), workshop.out.path().join("aside"));
+        if whole.contains_key(name) {
+            fs::rename(&path, &aside).expect("moved");
+        }
+        put(&path);
+        let error = attempt(workshop.source.path(), &tree);
+        assert!(error.to_string().contains(wanted), "{name}: {error}");
+        assert!(tree.join("model.safetensors.index.json").exists(), "{name}");
+        fs::remove_file(&path).expect("removed");
+        if aside.exists() {
+            fs::rename(&aside, &path).expect("moved");
+        }
+        same(&whole, &workshop.files("tree"));
+    };
+    let aside = workshop.out.path().join("aside");
+    let link = |path: &Path| symlink(&aside, path).expect("linked");
+    let pipe = |path: &Path| mknodat(CWD, path, FileType::Fifo, Mode::RWXU, 0).expect("made");
+    for name in ["model-00003-of-00015.safetensors", "config.json", "repack.json"] {
+        check(name, &link, "symbolic link");
+        check(name, &pipe, "not a file");
+    }
+    // To read from it would wait for ever.
+    check(".repack-journal", &pipe, "not a file");
 }
 
 #[test]
