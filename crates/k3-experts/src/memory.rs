@@ -11,6 +11,8 @@ pub struct Machine {
     pub total: u64,
     /// Bytes that can be taken without swapping; page cache that can be given up counts.
     pub available: u64,
+    /// What these bytes are, for messages.
+    pub name: String,
     /// What else bounds this process.
     pub limits: Vec<Limit>,
 }
@@ -29,7 +31,7 @@ pub struct Limit {
 impl Machine {
     /// A machine of which all memory is free.
     pub fn with(total: u64) -> Self {
-        Self { total, available: total, limits: Vec::new() }
+        Self { total, available: total, name: "as given".into(), limits: Vec::new() }
     }
 
     /// Reads `/proc` and the control groups of both versions.
@@ -56,13 +58,13 @@ impl Machine {
         limits.extend(process_limits(&read("proc/self/limits"), &read("proc/self/status")));
         // Groups without a limit state one beyond any machine.
         limits.retain(|limit| limit.bytes < total);
-        Ok(Self { total, available, limits })
+        Ok(Self { total, available, name: "available on this machine".into(), limits })
     }
 
     /// Bytes that this process can still take, and what bounds them.
     pub fn room(&self) -> (u64, &str) {
         let limits = self.limits.iter().map(|l| (l.bytes.saturating_sub(l.used), l.name.as_str()));
-        limits.chain([(self.available, "memory available on this machine")]).min().unwrap_or_default()
+        limits.chain([(self.available, self.name.as_str())]).min().unwrap_or_default()
     }
 }
 

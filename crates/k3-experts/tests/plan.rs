@@ -71,7 +71,7 @@ fn an_explicit_budget_is_kept_and_what_is_missing_is_told() {
 fn the_table_has_every_figure() {
     let table = MemoryPlan::new(&Machine::with(64 * GB), NEEDS, SIZES, None).to_string();
     for expected in [
-        "memory                    64.00 GB  memory available on this machine",
+        "memory                    64.00 GB  as given",
         "  pinned weights          35.00 GB",
         "  sequence state           1.00 GB",
         "  activations            500.00 MB",

@@ -20,7 +20,7 @@ const WARMING: usize = 2;
 const KNOWN_BYTES: u64 = 1 << 30;
 
 /// Bytes of a reading thread's stack. It holds no buffer.
-const STACK_BYTES: usize = 256 << 10;
+pub(super) const STACK_BYTES: usize = 256 << 10;
 
 /// Whether somebody waits for a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

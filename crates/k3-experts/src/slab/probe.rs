@@ -1,12 +1,12 @@
 //! How fast a checkpoint's drives give whole experts, measured in about a second.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Barrier, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use k3_format::Checkpoint;
 
+use super::drives::STACK_BYTES;
 use super::place::{Place, Places};
 use super::pool::aligned;
 use super::reader::{Reader, SlotReadError, read_full};
@@ -64,13 +64,18 @@ pub fn probe(
     let places = Places::new(checkpoint, reader.alignment());
     let drives = sample(checkpoint, reader, &places, options.seed)?;
     let flying = options.reads_in_flight.max(1);
-    // The clock starts when every thread has touched its memory.
-    let (start, begin) = (Barrier::new(drives.len() * flying), OnceLock::new());
+    // Their memory is touched before the clock starts.
+    let no_memory = |key: &Key| key.unreadable(SlotReadError::NoMemory { bytes: places.slot_bytes() });
+    let mut buffers = Vec::new();
+    for drive in drives.iter().filter(|drive| !drive.reads.is_empty()) {
+        for _ in 0..flying {
+            let buffer = aligned(places.slot_bytes(), reader.alignment().max(1));
+            buffers.push((drive, buffer.ok_or_else(|| no_memory(&drive.reads[0].0))?));
+        }
+    }
+    let begin = Instant::now();
     let failed = AtomicBool::new(false);
-    let work = |drive: &Drive| -> Result<(), ExpertError> {
-        let mut buffer = aligned(places.slot_bytes(), reader.alignment().max(1));
-        start.wait();
-        let begin: Instant = *begin.get_or_init(Instant::now);
+    let work = |drive: &Drive, buffer: &mut [u8]| -> Result<(), ExpertError> {
         loop {
             let bytes = drive.bytes.load(Relaxed);
             // Each drive gives at least one.
@@ -83,8 +88,6 @@ pub fn probe(
                 failed.store(true, Relaxed);
                 key.unreadable(error)
             };
-            let no_memory = || fail(SlotReadError::NoMemory { bytes: places.slot_bytes() });
-            let buffer = buffer.as_mut().ok_or_else(no_memory)?;
             forget(reader, place);
             let mut at = 0;
             for segment in &place.segments {
@@ -97,11 +100,19 @@ pub fn probe(
         }
     };
     let results = thread::scope(|scope| {
-        let work = &work;
-        let each = drives.iter().flat_map(|drive| (0..flying).map(move |_| drive));
-        let threads: Vec<_> = each.map(|drive| scope.spawn(move || work(drive))).collect();
-        let join = |thread: thread::ScopedJoinHandle<'_, _>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        let (work, failed) = (&work, &failed);
+        let mut threads = Vec::new();
+        for (drive, buffer) in &mut buffers {
+            let spawned = thread::Builder::new()
+                .stack_size(STACK_BYTES)
+                .spawn_scoped(scope, move || work(drive, &mut buffer[..]));
+            threads.push(spawned.map_err(|source| {
+                failed.store(true, Relaxed);
+                ExpertError::Stopped { source: Box::new(source) }
+            }));
+        }
+        let join = |thread: Result<thread::ScopedJoinHandle<'_, _>, ExpertError>| {
+            thread?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
         threads.into_iter().map(join).collect::<Vec<Result<(), ExpertError>>>()
     });
