@@ -222,12 +222,11 @@ mod tests {
         );
         let fetch = complete[1];
         assert_eq!(fetch["args"], serde_json::json!({"layer": 3, "what": "a \"b\"", "misses": 2}));
-        let (begin, end) = |event: &serde_json::Value| -> (f64, f64) {
-            let (ts, dur) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
-            (ts, ts + dur)
-        }(fetch);
+        let micros = |event: &serde_json::Value, key: &str| event[key].as_f64().unwrap();
+        let begin = micros(fetch, "ts");
+        let end = begin + micros(fetch, "dur");
         let wait = complete[0];
-        assert!(wait["ts"].as_f64().unwrap() >= begin && wait["ts"].as_f64().unwrap() <= end);
+        assert!((begin..=end).contains(&micros(wait, "ts")));
         assert_eq!(events.iter().filter(|event| event["ph"] == "M").count(), 1);
     }
 

@@ -99,9 +99,9 @@ mod tests {
     use super::*;
 
     fn text(counters: Counters, drives: &[DriveCounters]) -> String {
-        let mut out = String::new();
-        table(&counters, drives, &mut |label, text| out += &format!("{label}: {text}\n"));
-        out
+        let mut lines = Vec::new();
+        table(&counters, drives, &mut |label, text| lines.push(format!("{label}: {text}")));
+        lines.join("\n")
     }
 
     #[test]

@@ -73,7 +73,7 @@ impl FromStr for Budget {
 /// A store that is open, and the plan that it is part of.
 #[derive(Debug)]
 pub(crate) struct Opened {
-    opened: OpenedStore,
+    chosen: OpenedStore,
     pub(crate) plan: MemoryPlan,
     /// Bytes that the program had when the plan was made.
     pub(crate) before: Option<u64>,
@@ -122,7 +122,7 @@ impl StoreArgs {
             _ => format!("opening the experts of {}", checkpoint.dir().display()),
         })?;
         let usage = opened.slab.as_ref().and_then(|store| self.usage_file(checkpoint, store, &plan));
-        Ok(Opened { opened, plan, before, usage })
+        Ok(Opened { chosen: opened, plan, before, usage })
     }
 
     fn plan(&self, checkpoint: &Checkpoint, needs: Needs) -> MemoryPlan {
@@ -164,7 +164,7 @@ impl StoreArgs {
 
 impl Opened {
     pub(crate) fn store(&self) -> Arc<dyn ExpertStore> {
-        self.opened.store.clone()
+        self.chosen.store.clone()
     }
 
     /// Begins to read what earlier runs used. Call it when the other weights are there.
@@ -176,7 +176,7 @@ impl Opened {
 
     /// One line about the store.
     pub(crate) fn description(&self) -> &str {
-        &self.opened.description
+        &self.chosen.description
     }
 }
 

@@ -66,7 +66,7 @@ impl Gated {
     fn until_waiting(&self, expected: &[usize]) {
         let mut gates = self.gates.lock().unwrap();
         while gates.waiting != expected {
-            let (changed, waited) = self.changed.wait_timeout(gates, Duration::from_secs(60)).unwrap();
+            let (changed, waited) = self.changed.wait_timeout(gates, Duration::from_mins(1)).unwrap();
             assert!(!waited.timed_out(), "{:?} reads wait, expected {expected:?}", changed.waiting);
             gates = changed;
         }
