@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{folded_scale, fp8_value};
-use super::{DIRECT, LANES, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales};
+use super::{DIRECT, LANES, LINE, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
 use crate::cpu::product::{FOLDED, Kernel, scaled_exact};
@@ -98,12 +98,12 @@ macro_rules! with_steps {
         match $w.data() {
             MatrixData::F32(bytes) => {
                 rows_of!(bytes, cols * 4, STEP * 4, |at: *const u8, mask: u32, _, _| {
-                    let at = at.cast::<f32>();
+                    let [low, high] = [at, at.wrapping_add(LINE)];
                     // SAFETY: the row has the columns of the mask from this address on; others are not read.
                     unsafe {
                         [
-                            _mm512_maskz_loadu_ps(mask as u16, at),
-                            _mm512_maskz_loadu_ps((mask >> LANES) as u16, at.wrapping_add(LANES)),
+                            _mm512_maskz_loadu_ps(mask as u16, low.cast()),
+                            _mm512_maskz_loadu_ps((mask >> LANES) as u16, high.cast()),
                         ]
                     }
                 })
