@@ -312,7 +312,7 @@ fn integers(order: IntOrder, n: usize, cols: usize, x: &[f32]) -> Blocked<Ints> 
                 }
                 match order {
                     IntOrder::Int8 => {
-                        block.first[g * ACTIVATION_GROUP..][..ACTIVATION_GROUP].copy_from_slice(&codes)
+                        block.first[g * ACTIVATION_GROUP..][..ACTIVATION_GROUP].copy_from_slice(&codes);
                     }
                     IntOrder::E2m1 | IntOrder::Int4 => {
                         const HALF: usize = ACTIVATION_GROUP / 2;

@@ -5,7 +5,7 @@ use half::bf16;
 use super::activations::{Ints, Lanes, Unit};
 use super::product::{FOLDED, Kernel, scaled_exact};
 use super::{LANES, STEP};
-use crate::{E2M1, E4M3, E8M0, Matrix, Row, WeightFormat, int4_value};
+use crate::{E2M1, E4M3, E8M0, INT4_GROUP, Matrix, Row, WeightFormat, int4_value};
 
 /// Products in [`super::Mode::Exact`].
 pub(super) struct Exact;
@@ -63,8 +63,10 @@ pub(super) fn decode(row: Row<'_>, block: usize, out: &mut [Lanes]) {
             });
         }
         Row::Int4 { packed, scale } => {
-            // A group is two steps.
-            nibbles(&packed[first * LANES..], out, int4_value, |i| [scale.get((first + i) / 2) / FOLDED; 2]);
+            nibbles(&packed[first * LANES..], out, int4_value, |i| {
+                let group = (first + i) / (INT4_GROUP / STEP);
+                [scale.get(group) / FOLDED; 2]
+            });
         }
     }
 }
@@ -97,14 +99,12 @@ fn nibbles(packed: &[u8], out: &mut [Lanes], value: impl Fn(u8) -> f32, scales: 
 /// The last elements of a row, and `rest`.
 #[inline(always)]
 pub(super) fn padded<T: Copy, const N: usize>(w: &[T], rest: T) -> [T; N] {
-    match w.try_into() {
-        Ok(whole) => whole,
-        Err(_) => {
-            let mut out = [rest; N];
-            out[..w.len()].copy_from_slice(w);
-            out
-        }
+    if let Ok(whole) = w.try_into() {
+        return whole;
     }
+    let mut out = [rest; N];
+    out[..w.len()].copy_from_slice(w);
+    out
 }
 
 /// [`Kernel::multiply`] of exact products: within a block 16 chains of fused multiply-adds in the order of columns, which
@@ -238,12 +238,11 @@ pub(super) const RAISED_E2M1: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11
 #[inline]
 pub(super) fn scaled_ints(row: Row<'_>, sum: f32) -> f32 {
     match row {
-        // Never asked for: these formats have no integers.
-        Row::F32(_) | Row::Bf16(_) => sum,
         Row::Mxfp4 { .. } => sum * (E8M0_FOLDED / 2.0),
         Row::Nvfp4 { global, .. } => global.apply(sum * (E4M3_FOLDED / 2.0)),
         Row::Int8 { scale, .. } => sum * scale,
-        Row::Int4 { .. } => sum,
+        // The first two are never asked for: they have no integers.
+        Row::F32(_) | Row::Bf16(_) | Row::Int4 { .. } => sum,
     }
 }
 

@@ -6,13 +6,15 @@ use super::activations::{Blocked, Lanes, Unit};
 use super::dot::tree_sum;
 use crate::{Matrix, Row, WeightFormat};
 
-/// Weight rows whose blocks are decoded together: with the activations of [`TOKENS`] rows and their partial sums they
-/// stay in the second-level cache.
+/// Weight rows that meet the same blocks of activations: those of [`TOKENS`] rows stay in the second-level cache, with all
+/// partial sums.
 const ROWS: usize = 32;
+/// Weight rows whose blocks are decoded together: they stay in the first-level cache.
+const PANEL: usize = 8;
+/// Weight rows that are taken together for few rows of activations.
+const FEW: usize = 4;
 /// Rows of activations that meet a decoded block.
 const TOKENS: usize = 96;
-/// The same weight rows for few rows of activations: what is decoded stays in the first-level cache.
-const FEW: usize = 4;
 
 /// The inner loops of one instruction set and one mode. All sets give the same bits.
 pub(super) trait Kernel {
@@ -49,7 +51,7 @@ pub(super) fn product<K: Kernel>(w: &Matrix, rows: Range<usize>, x: &Blocked<K::
         return;
     }
     let mut buffers = Buffers { panel: Vec::new(), lanes: Vec::new(), sums: Vec::new() };
-    let group = if n <= FEW { FEW } else { ROWS };
+    let group = if n <= K::DIRECT { FEW } else { ROWS };
     for (first, out) in rows.step_by(group).zip(out.chunks_mut(group * n)) {
         let rows = first..first + out.len() / n;
         if n > K::DIRECT || !K::direct(w, rows.clone(), x, out) {
@@ -87,12 +89,14 @@ impl<W: Unit> Buffers<W> {
         self.lanes.resize(rows.len() * n, Lanes::ZERO);
         for block in 0..x.blocks() {
             let width = x.width(block);
-            self.panel.resize(rows.len() * width, W::ZERO);
-            for (r, panel) in rows.clone().zip(self.panel.chunks_exact_mut(width)) {
-                K::decode(w, r, block, panel);
-            }
             let x = x.block(block, tokens.start, n);
-            K::multiply(w.format(), width, &self.panel, x, &mut self.lanes);
+            for (first, lanes) in rows.clone().step_by(PANEL).zip(self.lanes.chunks_mut(PANEL * n)) {
+                self.panel.resize(lanes.len() / n * width, W::ZERO);
+                for (r, panel) in (first..).zip(self.panel.chunks_exact_mut(width)) {
+                    K::decode(w, r, block, panel);
+                }
+                K::multiply(w.format(), width, &self.panel, x, lanes);
+            }
         }
         self.sums.resize(self.lanes.len(), 0.0);
         K::sum(&self.lanes, &mut self.sums);

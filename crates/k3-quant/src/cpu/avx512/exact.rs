@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{folded_scale, fp8_value};
-use super::{DIRECT, LANES, ROWS, fetch, load, load_array, store, sum, tree_sum, two_scales};
+use super::{DIRECT, LANES, LINE, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
 use crate::cpu::product::{FOLDED, Kernel, scaled_exact};
@@ -24,10 +24,10 @@ impl Kernel for Exact {
         // SAFETY: this type is named only where the features have been found.
         unsafe {
             match x.n {
-                1 => direct::<1>(w, rows, x, out),
-                2 => direct::<2>(w, rows, x, out),
-                3 => direct::<3>(w, rows, x, out),
-                _ => direct::<4>(w, rows, x, out),
+                1 => direct::<4, 1>(w, rows, x, out),
+                2 => direct::<4, 2>(w, rows, x, out),
+                3 => direct::<4, 3>(w, rows, x, out),
+                _ => direct::<4, 4>(w, rows, x, out),
             }
         }
         true
@@ -65,8 +65,8 @@ static INTS: [f32; 16] = {
 
 /// Runs `$body` with three functions of a matrix format, for `$count` rows from `$first` on: `$step(m, i)`, the
 /// registers of step `i` of the `m`th of these rows, which the row must have as a whole; `$last(m)`, those of the step at its
-/// end that it has in part; `$fetch(m, i)`, which asks for the weights that [`FETCH`] steps from `i` on will meet in the row
-/// `$ahead` further on.
+/// end that it has in part; `$fetch(m, i)`, which asks for as many weights as [`FETCH`] steps have, of the rows that begin
+/// `$ahead` further on: called for all `m` and every [`FETCH`]th `i`, it has asked for all.
 macro_rules! with_steps {
     ($w:ident, $first:expr, $count:expr, $ahead:expr, |$step:ident, $last:ident, $fetch:ident| $body:expr) => {{
         let (first, count, cols) = ($first, $count, $w.cols());
@@ -85,8 +85,12 @@ macro_rules! with_steps {
                     debug_assert!(m < count);
                     load(start.wrapping_add(m * stride + whole * width), (1 << rest) - 1, m, whole)
                 };
+                // The memory is fastest in its own order. Rows of wide formats are long enough for it to see several.
+                let place = |m: usize, i: usize| {
+                    if width > LANES { m * stride + i * width } else { (i * count + m * FETCH) * width }
+                };
                 let $fetch = |m: usize, i: usize| {
-                    fetch(start.wrapping_add((m + $ahead) * stride + i * width), FETCH * width);
+                    fetch(start.wrapping_add($ahead * stride + place(m, i)), FETCH * width);
                 };
                 $body
             }};
@@ -94,12 +98,12 @@ macro_rules! with_steps {
         match $w.data() {
             MatrixData::F32(bytes) => {
                 rows_of!(bytes, cols * 4, STEP * 4, |at: *const u8, mask: u32, _, _| {
-                    let at = at.cast::<f32>();
+                    let [low, high] = [at, at.wrapping_add(LINE)];
                     // SAFETY: the row has the columns of the mask from this address on; others are not read.
                     unsafe {
                         [
-                            _mm512_maskz_loadu_ps(mask as u16, at),
-                            _mm512_maskz_loadu_ps((mask >> LANES) as u16, at.wrapping_add(LANES)),
+                            _mm512_maskz_loadu_ps(mask as u16, low.cast()),
+                            _mm512_maskz_loadu_ps((mask >> LANES) as u16, high.cast()),
                         ]
                     }
                 })
@@ -190,21 +194,24 @@ fn look_up(table: __m512, bytes: __m128i) -> [__m512; 2] {
     [_mm512_permutexvar_ps(bytes, table), _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table)]
 }
 
-/// Weights are used where they are decoded.
+/// Weights are used where they are decoded, `M` rows at a time: their chains of sums overlap, and share loads of
+/// activations.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn direct<const N: usize>(w: &Matrix, rows: Range<usize>, x: &Blocked<Lanes>, out: &mut [f32]) {
-    for (first, out) in rows.step_by(ROWS).zip(out.chunks_mut(ROWS * N)) {
+fn direct<const M: usize, const N: usize>(
+    w: &Matrix,
+    rows: Range<usize>,
+    x: &Blocked<Lanes>,
+    out: &mut [f32],
+) {
+    for (first, out) in rows.step_by(M).zip(out.chunks_mut(M * N)) {
         let count = out.len() / N;
-        if count == ROWS {
-            with_steps!(w, first, ROWS, ROWS, |step, last, fetch| {
-                direct_rows::<ROWS, N>(w.cols(), x, step, last, fetch, out);
+        fetch_scales(w, first + M, M);
+        if count == M {
+            with_steps!(w, first, M, M, |step, last, fetch| {
+                direct_rows::<M, N>(w.cols(), x, step, last, fetch, out);
             });
         } else {
-            for (r, out) in (first..first + count).zip(out.chunks_exact_mut(N)) {
-                with_steps!(w, r, 1, 1, |step, last, fetch| {
-                    direct_rows::<1, N>(w.cols(), x, step, last, fetch, out);
-                });
-            }
+            direct::<1, N>(w, first..first + count, x, out);
         }
     }
 }

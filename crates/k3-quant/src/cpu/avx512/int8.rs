@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{self, Codes, E8M0_LOWERED, RAISED_E2M1, padded, scaled_ints};
-use super::{DIRECT, LINE, ROWS, fetch, load, load_array, store, sum, tree_sum, two_scales};
+use super::{DIRECT, LINE, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales};
 use crate::cpu::activations::{Blocked, Ints, Lanes, Unit};
 use crate::cpu::product::Kernel;
 use crate::{Matrix, MatrixData, Row, Scales, WeightFormat};
@@ -26,10 +26,10 @@ impl Kernel for Int8 {
                 return false;
             }
             match x.n {
-                1 => direct::<1>(w, rows, x, out),
-                2 => direct::<2>(w, rows, x, out),
-                3 => direct::<3>(w, rows, x, out),
-                _ => direct::<4>(w, rows, x, out),
+                1 => direct::<2, 1>(w, rows, x, out),
+                2 => direct::<4, 2>(w, rows, x, out),
+                3 => direct::<4, 3>(w, rows, x, out),
+                _ => direct::<4, 4>(w, rows, x, out),
             }
         }
         true
@@ -74,12 +74,13 @@ fn fast_scales(w: &Matrix, rows: Range<usize>) -> bool {
         MatrixData::Mxfp4 { scale, .. } => {
             let blocks = w.cols() / 32;
             let scale = &scale[rows.start * blocks..rows.end * blocks];
-            scale.iter().fold(true, |fast, s| fast & (s.wrapping_sub(LOWEST) < 255 - LOWEST))
+            // The largest of all, so that the loop has no branches.
+            scale.iter().fold(0, |max: u8, s| max.max(s.wrapping_sub(LOWEST))) < 255 - LOWEST
         }
         MatrixData::Nvfp4 { scale, .. } => {
             let blocks = w.cols() / 16;
             let scale = &scale[rows.start * blocks..rows.end * blocks];
-            scale.iter().fold(true, |fast, s| fast & (s & 0x7f != 0x7f))
+            scale.iter().fold(0, |max: u8, s| max.max(s & 0x7f)) < 0x7f
         }
         _ => true,
     }
@@ -95,8 +96,8 @@ struct Operand {
 
 /// Runs `$body` with three functions of a matrix format, for `$count` rows from `$first` on: `$block(m, i)`, the
 /// [`Operand`] of block `i` of the `m`th of these rows, which must be one of the `$whole` whole ones; `$last(m)`, that of the
-/// block at its end that it has in part; `$fetch(m, i)`, which asks for the weights of block `i` in the row `$ahead` further
-/// on. `$pair` is whether operands have a second part.
+/// block at its end that it has in part; `$fetch(m, i)`, which asks for as many weights as a block has, of the rows that begin
+/// `$ahead` further on: called for all `m` and `i`, it has asked for all. `$pair` is whether operands have a second part.
 macro_rules! with_blocks {
     ($w:ident, $first:expr, $count:expr, $ahead:expr, |$pair:ident, $whole:ident, $block:ident, $last:ident, $fetch:ident| $body:expr) => {{
         let (first, count, cols) = ($first, $count, $w.cols());
@@ -120,8 +121,12 @@ macro_rules! with_blocks {
                     let bytes = unsafe { _mm512_maskz_loadu_epi8((1 << rest) - 1, at.cast()) };
                     operand(bytes, last_scale(m, $whole))
                 };
+                // The memory is fastest in its own order. Rows of bytes are long enough for it to see several.
+                let place = |m: usize, i: usize| {
+                    if $pair { (i * count + m) * LINE } else { m * stride + i * LINE }
+                };
                 let $fetch =
-                    |m: usize, i: usize| fetch(start.wrapping_add((m + $ahead) * stride + i * LINE), LINE);
+                    |m: usize, i: usize| fetch(start.wrapping_add($ahead * stride + place(m, i)), LINE);
                 $body
             }};
         }
@@ -258,21 +263,24 @@ fn e4m3_lanes(scales: [u8; 8]) -> __m512 {
     _mm512_cvtph_ps(halves)
 }
 
-/// Weights are used where they are decoded.
+/// Weights are used where they are decoded, `M` rows at a time: their chains of sums overlap, and share loads of
+/// activations.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn direct<const N: usize>(w: &Matrix, rows: Range<usize>, x: &Blocked<Ints>, out: &mut [f32]) {
-    for (first, out) in rows.step_by(ROWS).zip(out.chunks_mut(ROWS * N)) {
+fn direct<const M: usize, const N: usize>(
+    w: &Matrix,
+    rows: Range<usize>,
+    x: &Blocked<Ints>,
+    out: &mut [f32],
+) {
+    for (first, out) in rows.step_by(M).zip(out.chunks_mut(M * N)) {
         let count = out.len() / N;
-        if count == ROWS {
-            with_blocks!(w, first, ROWS, ROWS, |PAIR, whole, block, last, fetch| {
-                direct_rows::<ROWS, N, PAIR>(whole, x, block, last, fetch, out);
+        fetch_scales(w, first + M, M);
+        if count == M {
+            with_blocks!(w, first, M, M, |PAIR, whole, block, last, fetch| {
+                direct_rows::<M, N, PAIR>(whole, x, block, last, fetch, out);
             });
         } else {
-            for (r, out) in (first..first + count).zip(out.chunks_exact_mut(N)) {
-                with_blocks!(w, r, 1, 1, |PAIR, whole, block, last, fetch| {
-                    direct_rows::<1, N, PAIR>(whole, x, block, last, fetch, out);
-                });
-            }
+            direct::<1, N>(w, first..first + count, x, out);
         }
     }
 }
