@@ -17,6 +17,9 @@ struct Rule {
     unknown: &'static [&'static str],
 }
 
+/// Files that may name what the rest of their crate does not know: the number of cores is asked of the system.
+const EXCEPTIONS: &[&str] = &["crates/k3-graph/src/cpu/topology.rs"];
+
 /// From below. A crate may depend on rows above its own only.
 const RULES: &[Rule] = &[
     Rule {
@@ -146,7 +149,7 @@ fn crates_do_not_know_what_they_need_not() {
         let dir = Path::new(package["manifest_path"].as_str().unwrap()).parent().unwrap().join("src");
         let files = sources(&dir);
         assert!(!files.is_empty(), "{}", dir.display());
-        for file in files {
+        for file in files.into_iter().filter(|file| !EXCEPTIONS.iter().any(|known| file.ends_with(known))) {
             let code = code(&file);
             for path in rule.unknown {
                 assert!(!names(&code, path), "{}: {} does not know {path}", file.display(), rule.name);

@@ -10,6 +10,7 @@ mod mla;
 mod product;
 mod rows;
 mod threads;
+mod topology;
 
 use std::ops::Range;
 
