@@ -5,11 +5,13 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::LANES;
+use half::bf16;
+
 use super::activations::{Blocked, Ints, Lanes};
 use super::plain::{self, Codes, scaled_ints};
 use super::product::{Kernel, scaled_exact};
-use crate::{Matrix, Row, WeightFormat};
+use super::{LANES, STEP};
+use crate::{E2M1, Matrix, Row, WeightFormat};
 
 /// Products in [`super::Mode::Exact`]. Named only where AVX2 and FMA have been found.
 pub(super) struct Exact;
@@ -38,7 +40,46 @@ impl Kernel for Exact {
 #[inline(never)]
 #[target_feature(enable = "avx2,fma")]
 fn decode(row: Row<'_>, block: usize, out: &mut [Lanes]) {
-    plain::decode(row, block, out);
+    plain::decode(row, block, out, |w, out| widen_pairs(w, out), |bytes, s, out| scale_codes(bytes, s, out));
+}
+
+/// [`plain::widen_pairs`]
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn widen_pairs(w: &[bf16; STEP], out: &mut [Lanes; 2]) {
+    let half = |i: usize| {
+        // SAFETY: each half has 32 bytes to be read; the load asks for no alignment.
+        let pairs = unsafe { _mm256_loadu_si256(w.as_ptr().add(LANES * i).cast()) };
+        let odd = _mm256_and_si256(pairs, _mm256_set1_epi32(i32::MIN >> 15));
+        (_mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)), _mm256_castsi256_ps(odd))
+    };
+    let ((even0, odd0), (even1, odd1)) = (half(0), half(1));
+    store(&mut out[0], [even0, even1]);
+    store(&mut out[1], [odd0, odd1]);
+}
+
+/// [`plain::scale_codes`]. The eight magnitudes are one register, so decoding is one permutation, which looks at the low
+/// three bits of an index only, and the sign.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn scale_codes(bytes: &[u8; LANES], scales: [f32; 2], out: &mut [Lanes; 2]) {
+    // SAFETY: the first half of the table is there to be read; the load asks for no alignment.
+    let table = unsafe { _mm256_loadu_ps(E2M1::VALUES.as_ptr()) };
+    let sign = _mm256_set1_epi32(i32::MIN);
+    let scaled = |codes: __m256i, scale: __m256| {
+        let negative = _mm256_and_si256(_mm256_slli_epi32::<28>(codes), sign);
+        let value = _mm256_or_ps(_mm256_permutevar8x32_ps(table, codes), _mm256_castsi256_ps(negative));
+        _mm256_mul_ps(value, scale)
+    };
+    let half = |i: usize| {
+        // SAFETY: each half has 8 bytes to be read; the load asks for no alignment.
+        let codes = _mm256_cvtepu8_epi32(unsafe { _mm_loadl_epi64(bytes.as_ptr().add(8 * i).cast()) });
+        let scale = _mm256_set1_ps(scales[i]);
+        (scaled(codes, scale), scaled(_mm256_srli_epi32::<4>(codes), scale))
+    };
+    let ((even0, odd0), (even1, odd1)) = (half(0), half(1));
+    store(&mut out[0], [even0, even1]);
+    store(&mut out[1], [odd0, odd1]);
 }
 
 /// Tiles of two weight rows and three rows of activations, which fill the registers.

@@ -16,6 +16,9 @@ pub(super) use int8::Int8;
 
 /// Rows of activations up to which weights go from their stored form to registers.
 const DIRECT: usize = 4;
+/// Bytes of a row up to which rows that are taken together are asked for in the order of memory. Longer ones are asked for
+/// side by side: that is what was measured to be faster.
+const SHORT_ROW: usize = 2048;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 

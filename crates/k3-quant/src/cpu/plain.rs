@@ -24,7 +24,7 @@ impl Kernel for Exact {
         false
     }
     fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Lanes]) {
-        decode(w.row(row), block, out);
+        decode(w.row(row), block, out, widen_pairs, scale_codes);
     }
     fn multiply(_: WeightFormat, width: usize, w: &[Lanes], x: &[Lanes], lanes: &mut [Lanes]) {
         multiply(width, w, x, lanes);
@@ -36,37 +36,39 @@ impl Kernel for Exact {
 
 /// The weights of block `block` of a row, as exact as f32 can hold them, in the order of their activations. They lack what
 /// [`scaled_exact`] multiplies sums by.
+///
+/// `pairs` is [`widen_pairs`] and `codes` [`scale_codes`], perhaps in vector code.
 #[inline(always)]
-pub(super) fn decode(row: Row<'_>, block: usize, out: &mut [Lanes]) {
+pub(super) fn decode(
+    row: Row<'_>,
+    block: usize,
+    out: &mut [Lanes],
+    pairs: impl Fn(&[bf16; STEP], &mut [Lanes; 2]),
+    codes: impl Fn(&[u8; LANES], [f32; 2], &mut [Lanes; 2]),
+) {
     let first = block * Lanes::BLOCK / 2;
     match row {
         Row::F32(w) => natural(&w[first * STEP..], out, |w| w),
         Row::Int8 { codes, .. } => natural(&codes[first * STEP..], out, f32::from),
         Row::Bf16(w) => {
-            for (out, w) in out.chunks_exact_mut(2).zip(w[first * STEP..].chunks(STEP)) {
-                let w: [bf16; STEP] = padded(w, bf16::ZERO);
-                for j in 0..LANES {
-                    out[0].0[j] = widen(w[2 * j]);
-                    out[1].0[j] = widen(w[2 * j + 1]);
-                }
+            for (out, w) in out.as_chunks_mut().0.iter_mut().zip(w[first * STEP..].chunks(STEP)) {
+                pairs(&padded(w, bf16::ZERO), out);
             }
         }
         Row::Mxfp4 { packed, scale } => {
             let scale = &scale[first..];
-            nibbles(&packed[first * LANES..], out, code_value, |i| [folded_scale(scale[i]); 2]);
+            nibbles(&packed[first * LANES..], out, codes, |i| [folded_scale(scale[i]); 2]);
         }
         Row::Nvfp4 { packed, scale, .. } => {
             let scale = &scale[2 * first..];
             // A last half step has no second block; its codes are zero.
-            nibbles(&packed[first * LANES..], out, code_value, |i| {
+            nibbles(&packed[first * LANES..], out, codes, |i| {
                 [fp8_value(scale[2 * i]), scale.get(2 * i + 1).map_or(0.0, |s| fp8_value(*s))]
             });
         }
         Row::Int4 { packed, scale } => {
-            nibbles(&packed[first * LANES..], out, int4_value, |i| {
-                let group = (first + i) / (INT4_GROUP / STEP);
-                [scale.get(group) / FOLDED; 2]
-            });
+            let group = |i| (first + i) / (INT4_GROUP / STEP);
+            nibbles(&packed[first * LANES..], out, scale_ints, |i| [scale.get(group(i)) / FOLDED; 2]);
         }
     }
 }
@@ -82,17 +84,41 @@ fn natural<T: Copy + Default>(w: &[T], out: &mut [Lanes], value: impl Fn(T) -> f
     }
 }
 
-/// Steps of packed codes. Lanes 0..8 have the first scale of a step, the others the second.
+/// Steps of packed codes.
 #[inline(always)]
-fn nibbles(packed: &[u8], out: &mut [Lanes], value: impl Fn(u8) -> f32, scales: impl Fn(usize) -> [f32; 2]) {
-    for (i, (out, bytes)) in out.chunks_exact_mut(2).zip(packed.chunks(LANES)).enumerate() {
-        let bytes: [u8; LANES] = padded(bytes, 0);
-        for (half, scale) in scales(i).into_iter().enumerate() {
-            for j in half * LANES / 2..(half + 1) * LANES / 2 {
-                out[0].0[j] = value(bytes[j]) * scale;
-                out[1].0[j] = value(bytes[j] >> 4) * scale;
-            }
-        }
+fn nibbles(
+    packed: &[u8],
+    out: &mut [Lanes],
+    codes: impl Fn(&[u8; LANES], [f32; 2], &mut [Lanes; 2]),
+    scales: impl Fn(usize) -> [f32; 2],
+) {
+    for (i, (out, bytes)) in out.as_chunks_mut().0.iter_mut().zip(packed.chunks(LANES)).enumerate() {
+        codes(&padded(bytes, 0), scales(i), out);
+    }
+}
+
+/// A step of bf16: even columns, odd columns.
+pub(super) fn widen_pairs(w: &[bf16; STEP], out: &mut [Lanes; 2]) {
+    for j in 0..LANES {
+        out[0].0[j] = widen(w[2 * j]);
+        out[1].0[j] = widen(w[2 * j + 1]);
+    }
+}
+
+/// A step of E2M1: even columns, odd columns. Lanes 0..8 have the first scale, the others the second.
+pub(super) fn scale_codes(bytes: &[u8; LANES], scales: [f32; 2], out: &mut [Lanes; 2]) {
+    for j in 0..LANES {
+        out[0].0[j] = code_value(bytes[j]) * scales[j / (LANES / 2)];
+        out[1].0[j] = code_value(bytes[j] >> 4) * scales[j / (LANES / 2)];
+    }
+}
+
+/// [`scale_codes`] of INT4.
+#[inline(always)]
+fn scale_ints(bytes: &[u8; LANES], scales: [f32; 2], out: &mut [Lanes; 2]) {
+    for j in 0..LANES {
+        out[0].0[j] = int4_value(bytes[j]) * scales[0];
+        out[1].0[j] = int4_value(bytes[j] >> 4) * scales[0];
     }
 }
 

@@ -6,7 +6,9 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{folded_scale, fp8_value};
-use super::{DIRECT, LANES, LINE, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales};
+use super::{
+    DIRECT, LANES, LINE, SHORT_ROW, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales,
+};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
 use crate::cpu::product::{FOLDED, Kernel, scaled_exact};
@@ -85,9 +87,8 @@ macro_rules! with_steps {
                     debug_assert!(m < count);
                     load(start.wrapping_add(m * stride + whole * width), (1 << rest) - 1, m, whole)
                 };
-                // The memory is fastest in its own order. Rows of wide formats are long enough for it to see several.
                 let place = |m: usize, i: usize| {
-                    if width > LANES { m * stride + i * width } else { (i * count + m * FETCH) * width }
+                    if stride <= SHORT_ROW { (i * count + m * FETCH) * width } else { m * stride + i * width }
                 };
                 let $fetch = |m: usize, i: usize| {
                     fetch(start.wrapping_add($ahead * stride + place(m, i)), FETCH * width);

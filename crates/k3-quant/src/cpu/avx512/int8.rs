@@ -6,7 +6,9 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{self, Codes, E8M0_LOWERED, RAISED_E2M1, padded, scaled_ints};
-use super::{DIRECT, LINE, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales};
+use super::{
+    DIRECT, LINE, SHORT_ROW, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales,
+};
 use crate::cpu::activations::{Blocked, Ints, Lanes, Unit};
 use crate::cpu::product::Kernel;
 use crate::{Matrix, MatrixData, Row, Scales, WeightFormat};
@@ -26,7 +28,8 @@ impl Kernel for Int8 {
                 return false;
             }
             match x.n {
-                1 => direct::<2, 1>(w, rows, x, out),
+                1 if w.cols() / 2 <= SHORT_ROW => direct::<2, 1>(w, rows, x, out),
+                1 => direct::<4, 1>(w, rows, x, out),
                 2 => direct::<4, 2>(w, rows, x, out),
                 3 => direct::<4, 3>(w, rows, x, out),
                 _ => direct::<4, 4>(w, rows, x, out),
@@ -121,9 +124,8 @@ macro_rules! with_blocks {
                     let bytes = unsafe { _mm512_maskz_loadu_epi8((1 << rest) - 1, at.cast()) };
                     operand(bytes, last_scale(m, $whole))
                 };
-                // The memory is fastest in its own order. Rows of bytes are long enough for it to see several.
                 let place = |m: usize, i: usize| {
-                    if $pair { (i * count + m) * LINE } else { m * stride + i * LINE }
+                    if stride <= SHORT_ROW { (i * count + m) * LINE } else { m * stride + i * LINE }
                 };
                 let $fetch =
                     |m: usize, i: usize| fetch(start.wrapping_add($ahead * stride + place(m, i)), LINE);
