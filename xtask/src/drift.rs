@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use k3_graph::select::argmax;
-use k3_graph::{LogitsWanted, Silent};
+use k3_graph::{LogitsWanted, Mode, Silent};
 use serde::Serialize;
 
 use crate::OpenArgs;
@@ -37,6 +37,10 @@ pub struct Args {
     /// Length of the fixed prompt that runs without --ids
     #[arg(long, default_value_t = 64, value_name = "N", conflicts_with = "ids")]
     pub tokens: usize,
+    /// Arithmetic that OTHER runs with: exact, or int8, which rounds activations to 8-bit integers where weights have 4
+    /// or 8 bits. SRC is always exact; it may be OTHER
+    #[arg(long, default_value_t = Mode::Exact, value_name = "exact|int8")]
+    pub arithmetic: Mode,
     /// Threads of the CPU device; 0 is one a core
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub threads: usize,
@@ -97,8 +101,8 @@ pub fn run(args: &Args) -> Result<()> {
 /// As [`run`].
 pub fn measure(args: &Args) -> Result<Drift> {
     let given = args.ids.as_deref().map(read_ids).transpose()?;
-    let (ids, source, bytes, vocab) = logits(args, &args.source, given)?;
-    let (_, other, other_bytes, other_vocab) = logits(args, &args.other, Some(ids))?;
+    let (ids, source, bytes, vocab) = logits(args, &args.source, Mode::Exact, given)?;
+    let (_, other, other_bytes, other_vocab) = logits(args, &args.other, args.arithmetic, Some(ids))?;
     ensure!(
         vocab == other_vocab,
         "{} has {vocab} logits a token, {} has {other_vocab}: these are different models",
@@ -111,8 +115,8 @@ pub fn measure(args: &Args) -> Result<Drift> {
 type Logits = (Vec<u32>, Vec<f32>, u64, usize);
 
 /// The logits at every position, the ids they belong to, pinned bytes, and logits a token.
-fn logits(args: &Args, dir: &Path, ids: Option<Vec<u32>>) -> Result<Logits> {
-    let engine = args.open.open(dir, k3_graph::Cpu::new(args.threads)?)?;
+fn logits(args: &Args, dir: &Path, mode: Mode, ids: Option<Vec<u32>>) -> Result<Logits> {
+    let engine = args.open.open(dir, k3_graph::Cpu::new(args.threads)?.with_mode(mode))?;
     let ids = match ids {
         Some(ids) => ids,
         None => fixed_prompt(&engine, args.tokens)?,

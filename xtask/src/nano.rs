@@ -64,16 +64,9 @@ trait OnEngine {
     fn on<D: Device>(self, engine: &Engine<D>) -> Result<Self::Output>;
 }
 
-/// Opens the snapshot in `dir` on the CPU, with the keys of `mode` attended, and does `work` on it.
-fn on_engine<W: OnEngine>(
-    dir: &Path,
-    mode: IndexerMode,
-    threads: usize,
-    seed: u64,
-    work: W,
-) -> Result<W::Output> {
+/// Opens the snapshot in `dir` on `cpu`, with the keys of `mode` attended, and does `work` on it.
+fn on_engine<W: OnEngine>(dir: &Path, mode: IndexerMode, cpu: Cpu, seed: u64, work: W) -> Result<W::Output> {
     let open = OpenArgs { ignore_indexer: mode == IndexerMode::Off, ..OpenArgs::default() };
-    let cpu = Cpu::new(threads)?;
     match mode {
         IndexerMode::On | IndexerMode::Off => work.on(&open.open(dir, cpu)?),
         IndexerMode::Random => work.on(&open.open(dir, RandomSelection::new(cpu, seed))?),

@@ -44,8 +44,17 @@ fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
 fn drift(source: &Path, other: &Path) -> Drift {
     let (source, other) = (source.to_owned(), other.to_owned());
     let open = OpenArgs::default();
-    drift::measure(&drift::Args { source, other, ids: None, tokens: 48, threads: 2, open, json: false })
-        .unwrap()
+    drift::measure(&drift::Args {
+        source,
+        other,
+        ids: None,
+        tokens: 48,
+        arithmetic: k3_graph::Mode::Exact,
+        threads: 2,
+        open,
+        json: false,
+    })
+    .unwrap()
 }
 
 /// Every combination that there is.

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use k3_graph::{Cpu, Device, Reference};
+use k3_graph::{Cpu, Device, Mode, Reference};
 use k3_runner::{ChatEvent, Chatter, Conversation, Finish, Generate, Sampler, Turn};
 use k3_xtml::{ChatRequest, Effort, EncodeOptions, Message, ReplyCall, ThinkingEffort, encode};
 
@@ -93,6 +93,7 @@ impl From<EffortName> for ThinkingEffort {
 pub(crate) fn run(args: &Args) -> Result<()> {
     match args.model.device {
         DeviceName::Cpu => run_on(args, Cpu::new(args.model.threads)?),
+        DeviceName::CpuInt8 => run_on(args, Cpu::new(args.model.threads)?.with_mode(Mode::Int8)),
         DeviceName::Reference => run_on(args, Reference),
     }
 }

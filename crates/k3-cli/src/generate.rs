@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use k3_graph::{Cpu, Device, Reference, check_tokens};
+use k3_graph::{Cpu, Device, Mode, Reference, check_tokens};
 use k3_runner::{
     ChatError, ChatEvent, ChatReply, Chatter, Engine, Event, Finish, Generate, Generation, Sampler,
     prompt_ids,
@@ -86,6 +86,7 @@ struct Input {
 pub(crate) fn run(args: &Args) -> Result<()> {
     match args.model.device {
         DeviceName::Cpu => run_on(args, Cpu::new(args.model.threads)?),
+        DeviceName::CpuInt8 => run_on(args, Cpu::new(args.model.threads)?.with_mode(Mode::Int8)),
         DeviceName::Reference => run_on(args, Reference),
     }
 }

@@ -100,6 +100,9 @@ enum LookaheadName {
 pub(crate) enum DeviceName {
     /// Single precision on this machine's processor
     Cpu,
+    /// The same with activations rounded to 8-bit integers where weights have 4 or 8 bits: faster, and not the arithmetic
+    /// that the model was trained with
+    CpuInt8,
     /// Double precision in plain loops: slow, for comparison
     Reference,
 }

@@ -43,6 +43,10 @@ pub trait Device: Send + Sync {
 
     /// Names the arithmetic, as in saved states: states of one kind are not restored on another.
     fn kind(&self) -> &'static str;
+    /// What its arithmetic does that the model's does not, to be said beside every hash of logits.
+    fn deviation(&self) -> Option<&'static str> {
+        None
+    }
 
     // Weights and host transfer.
 

@@ -35,6 +35,7 @@ pub use forward::{
     check_tokens, working_bytes_per_token,
 };
 pub use k3_format::WeightSource;
+pub use k3_quant::cpu::Mode;
 pub use model::{LoadError, Model, ModelOptions};
 pub use observer::{Observer, Point, Probe, Silent};
 pub use reference::Reference;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use k3_experts::MappedStore;
 use k3_format::{Checkpoint, OpenOptions, Role, SourceError, TensorId};
-use k3_graph::{Cpu, Device, LogitsWanted, Model, ModelOptions, Reference, Silent, Span, WeightSource};
+use k3_graph::{Cpu, Device, LogitsWanted, Mode, Model, ModelOptions, Reference, Silent, Span, WeightSource};
 use k3_quant::encode::{Encoder, largest_magnitude};
 use k3_quant::{GlobalScale, Matrix, MatrixData, ScaleDivisor, Scales, WeightFormat, bf16};
 
@@ -182,5 +182,25 @@ fn devices_agree_and_nothing_depends_on_threads_or_chunks() {
 fn the_head_and_the_absorbed_projection_may_be_quantized() {
     for format in [WeightFormat::Nvfp4, WeightFormat::Int8, WeightFormat::Int4] {
         check("dims-k31", format, true);
+    }
+}
+
+/// Activations of 8 bits: other logits, which are named, and the same bits for any threads and chunks.
+#[test]
+fn int8_activations_move_logits_a_little_and_alike_everywhere() {
+    let device = |threads| Cpu::new(threads).unwrap().with_mode(Mode::Int8);
+    assert_eq!((device(1).kind(), device(1).deviation()), ("cpu-int8", Some("int8 activations")));
+    assert_eq!(Cpu::new(1).unwrap().deviation(), None);
+    for (name, format) in [("tiny-k3", None), ("tiny-k31", Some(WeightFormat::Int4)), ("dims-k31", None)] {
+        let source = Quantized { format, ..Quantized::new(name, WeightFormat::Int8) };
+        let exact = logits(&source, Cpu::new(1).unwrap(), 40);
+        let rounded = logits(&source, device(1), 40);
+        let drift = relative_l2(&rounded, &exact);
+        println!("{name} with int8 activations: logits move by {drift:.1e}");
+        assert!((SOME_DRIFT..0.2).contains(&drift), "{name}: {drift:.1e}");
+        for (threads, chunk) in [(3, 40), (1, 1), (2, 7)] {
+            let other = logits(&source, device(threads), chunk);
+            assert_eq!(bits(&other), bits(&rounded), "{name}, {threads} threads, chunks of {chunk}");
+        }
     }
 }

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use k3_graph::Cpu;
+use k3_graph::{Cpu, Mode};
 use k3_runner::{Engine, Sequence};
 use serde_json::json;
 
@@ -32,6 +32,9 @@ pub(super) struct Args {
     /// Threads, the calling one included; 0 takes one a physical core
     #[arg(long, default_value_t = 0)]
     pub(super) threads: usize,
+    /// exact, or int8: activations rounded to 8-bit integers where weights have 4 or 8 bits
+    #[arg(long, default_value_t = Mode::Exact, value_name = "exact|int8")]
+    pub(super) arithmetic: Mode,
     /// Print one JSON object instead of text
     #[arg(long)]
     pub(super) json: bool,
@@ -41,7 +44,7 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn open(&self) -> Result<Engine<Profiled<Cpu>>> {
-        self.open.open(&self.model, Profiled::new(Cpu::new(self.threads)?))
+        self.open.open(&self.model, Profiled::new(Cpu::new(self.threads)?.with_mode(self.arithmetic)))
     }
 }
 

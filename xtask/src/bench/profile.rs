@@ -185,6 +185,10 @@ impl<D: Device> Device for Profiled<D> {
         self.inner.kind()
     }
 
+    fn deviation(&self) -> Option<&'static str> {
+        self.inner.deviation()
+    }
+
     fn load_linear(&self, weight: Matrix) -> Result<Self::Linear, DeviceError> {
         let (rows, cols, bytes) = (weight.rows(), weight.cols(), weight.size_bytes());
         let name = format!("linear {weight:?}");

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use flate2::bufread::GzDecoder;
-use k3_graph::{Device, LogitsWanted, Silent};
+use k3_graph::{Cpu, Device, LogitsWanted, Mode, Silent};
 use k3_runner::{Engine, Sampler, Sampling, Sequence, Step, check_vocabulary, prompt_ids};
 use k3_tokenizer::Tokenizer;
 use k3_xtml::json::Value;
@@ -59,6 +59,9 @@ pub struct EvalArgs {
     /// Seed of --indexer random
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub seed: u64,
+    /// exact, or int8: activations rounded to 8-bit integers where weights have 4 or 8 bits
+    #[arg(long, default_value_t = Mode::Exact, value_name = "exact|int8")]
+    pub arithmetic: Mode,
     /// Threads of the CPU device; 0 is one a core
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub threads: usize,
@@ -133,7 +136,8 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     });
     ensure!(!items.is_empty(), "{}: nothing is left to evaluate", file.display());
     let work = Evaluate { items: &items, tokenizer: &tokenizer };
-    let replies = on_engine(&dir, args.indexer, args.threads, args.seed, work)?;
+    let cpu = Cpu::new(args.threads)?.with_mode(args.arithmetic);
+    let replies = on_engine(&dir, args.indexer, cpu, args.seed, work)?;
     let scores = scores(&items, &replies);
     let mut out = std::io::stdout();
     if args.json {

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use k3_graph::Device;
+use k3_graph::{Cpu, Device};
 use k3_runner::Engine;
 
 use super::table::{Column, table};
@@ -192,9 +192,10 @@ pub fn differences(dir: &Path, threads: usize, seed: u64) -> Result<Measured> {
         "{}: there are no expectations beside the weights (docs/vectors.md)",
         dir.display()
     );
-    let run = |mode| on_engine(dir, mode, threads, seed, Logits { expected: &expected });
+    let run = |mode| on_engine(dir, mode, Cpu::new(threads)?, seed, Logits { expected: &expected });
     let (topk, prompts, indexer) = run(IndexerMode::On)?;
-    let selections = on_engine(dir, IndexerMode::On, threads, seed, Selected { expected: &expected })?;
+    let selections =
+        on_engine(dir, IndexerMode::On, Cpu::new(threads)?, seed, Selected { expected: &expected })?;
     let (_, _, dense) = run(IndexerMode::Off)?;
     let (_, _, random) = run(IndexerMode::Random)?;
     let distances = indexer.into_iter().zip(dense).zip(random);

@@ -65,6 +65,10 @@ impl Device for RandomSelection {
         "cpu-f32, random selection"
     }
 
+    fn deviation(&self) -> Option<&'static str> {
+        Some("random selection")
+    }
+
     fn index_select(
         &self,
         query: IndexQuery<'_, Self>,

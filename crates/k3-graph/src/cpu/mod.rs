@@ -17,6 +17,7 @@ use std::ops::Range;
 use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_quant::Matrix;
+use k3_quant::cpu::Mode;
 use k3_quant::cpu::vector::Vectors;
 
 use crate::device::{
@@ -44,6 +45,7 @@ const ELEMENTS: usize = 4;
 pub struct Cpu {
     threads: Threads,
     vectors: Vectors,
+    mode: Mode,
 }
 
 impl std::fmt::Debug for Cpu {
@@ -63,7 +65,15 @@ impl Cpu {
             return Err(failed(format!("{threads} threads asked for, at most {MAX_THREADS} are started")));
         }
         let threads = Threads::new(threads).map_err(|e| failed(e.to_string()))?;
-        Ok(Self { threads, vectors: Vectors::default() })
+        Ok(Self { threads, vectors: Vectors::default(), mode: Mode::Exact })
+    }
+
+    /// The device with another arithmetic of products: [`Mode::Int8`] rounds activations to 8-bit integers where weights
+    /// have 4 or 8 bits, which is faster, and is not what the model was trained with.
+    #[must_use]
+    pub fn with_mode(mut self, mode: Mode) -> Self {
+        self.mode = mode;
+        self
     }
 
     /// For tests: also work that is too little to be worth it is shared among the threads.
@@ -121,7 +131,14 @@ impl Device for Cpu {
     type Selection = Selection;
 
     fn kind(&self) -> &'static str {
-        "cpu-f32"
+        match self.mode {
+            Mode::Exact => "cpu-f32",
+            Mode::Int8 => "cpu-int8",
+        }
+    }
+
+    fn deviation(&self) -> Option<&'static str> {
+        (self.mode == Mode::Int8).then_some("int8 activations")
     }
 
     fn load_linear(&self, weight: Matrix) -> Result<Matrix, DeviceError> {
@@ -149,7 +166,7 @@ impl Device for Cpu {
     }
 
     fn linear(&self, weight: &Matrix, x: &Rows) -> Result<Rows, DeviceError> {
-        Ok(product::linear(&self.threads, weight, x))
+        Ok(product::linear(&self.threads, self.mode, weight, x))
     }
 
     fn rms_norm(&self, x: &Rows, gain: &Vec<f32>, eps: f64) -> Result<Rows, DeviceError> {
@@ -324,7 +341,7 @@ impl Device for Cpu {
         caps: SituCaps,
         out: &mut Rows,
     ) -> Result<(), DeviceError> {
-        product::experts(&self.threads, self.vectors, &experts, z, caps, out);
+        product::experts(&self.threads, self.vectors, self.mode, &experts, z, caps, out);
         Ok(())
     }
 

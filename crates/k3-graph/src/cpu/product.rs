@@ -5,7 +5,7 @@ use std::ops::Range;
 use k3_experts::Expert;
 use k3_quant::Matrix;
 use k3_quant::cpu::vector::Vectors;
-use k3_quant::cpu::{Activations, matmul_rows};
+use k3_quant::cpu::{Activations, Mode, matmul_rows};
 
 use super::rows::{Prepared, Rows, Strips};
 use super::threads::Threads;
@@ -37,11 +37,11 @@ fn tile_rows(weight: &Matrix, n: usize) -> usize {
 }
 
 /// `Y = X W^T`
-pub(super) fn linear(threads: &Threads, weight: &Matrix, x: &Rows) -> Rows {
+pub(super) fn linear(threads: &Threads, mode: Mode, weight: &Matrix, x: &Rows) -> Rows {
     let n = x.len();
     let mut y = Rows::zeros(n, weight.rows());
     if n > 0 {
-        let x = x.prepared(weight.format());
+        let x = x.prepared(mode, weight.format());
         let tiles = Strips::new(y.rows_mut(), tile_rows(weight, n));
         threads.share_with(nanoseconds(weight, n), tiles, Vec::new, |buffer, (rows, y)| {
             product(weight, rows, &x, buffer, y);
@@ -106,6 +106,7 @@ impl Job<'_> {
 pub(super) fn experts(
     threads: &Threads,
     vectors: Vectors,
+    mode: Mode,
     experts: &[(Expert, Vec<ExpertUse>)],
     z: &Rows,
     caps: SituCaps,
@@ -117,10 +118,10 @@ pub(super) fn experts(
         // Nobody waits for others in the middle of an expert.
         let total = jobs.iter().map(|job| job.inner_nanoseconds() + job.outer_nanoseconds()).sum();
         return threads.share_with(total, jobs.into_iter(), Buffers::default, |buffers, job| {
-            let x = Inputs::new(job.expert, z, job.uses);
+            let x = Inputs::new(mode, job.expert, z, job.uses);
             let mut inner = Rows::zeros(job.uses.len(), job.expert.w1.rows());
             gate_up(vectors, job.expert, 0..inner.width(), &x, caps, buffers, inner.rows_mut().collect());
-            let (w2, inner) = (&job.expert.w2, inner.prepared(job.expert.w2.format()));
+            let (w2, inner) = (&job.expert.w2, inner.prepared(mode, job.expert.w2.format()));
             product(w2, 0..w2.rows(), &inner, &mut buffers.out, job.out);
         });
     }
@@ -133,14 +134,14 @@ pub(super) fn experts(
             uses += job.uses.len();
             some.push(job);
         }
-        together(threads, vectors, some, z, caps);
+        together(threads, vectors, mode, some, z, caps);
     }
 }
 
 /// Some experts as tiles of weight rows: first the inner values of all of them, then their outputs.
-fn together(threads: &Threads, vectors: Vectors, jobs: Vec<Job<'_>>, z: &Rows, caps: SituCaps) {
+fn together(threads: &Threads, vectors: Vectors, mode: Mode, jobs: Vec<Job<'_>>, z: &Rows, caps: SituCaps) {
     let total = jobs.iter().map(Job::inner_nanoseconds).sum();
-    let inputs: Vec<Inputs<'_>> = jobs.iter().map(|job| Inputs::new(job.expert, z, job.uses)).collect();
+    let inputs: Vec<Inputs<'_>> = jobs.iter().map(|job| Inputs::new(mode, job.expert, z, job.uses)).collect();
     let mut inners: Vec<Rows> =
         jobs.iter().map(|job| Rows::zeros(job.uses.len(), job.expert.w1.rows())).collect();
     let tiles = jobs.iter().zip(&inputs).zip(&mut inners).flat_map(|((job, x), inner)| {
@@ -157,7 +158,7 @@ fn together(threads: &Threads, vectors: Vectors, jobs: Vec<Job<'_>>, z: &Rows, c
         strips.map(move |(rows, out)| (&job.expert.w2, inner, rows, out))
     });
     threads.share_with(total, tiles, Vec::new, |buffer, (w2, inner, rows, out)| {
-        product(w2, rows, &inner.prepared(w2.format()), buffer, out);
+        product(w2, rows, &inner.prepared(mode, w2.format()), buffer, out);
     });
 }
 
@@ -191,13 +192,13 @@ struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    fn new(expert: &Expert, z: &'a Rows, uses: &[ExpertUse]) -> Self {
+    fn new(mode: Mode, expert: &Expert, z: &'a Rows, uses: &[ExpertUse]) -> Self {
         let (gate, up) = (expert.w1.format(), expert.w3.format());
         if gate == up && uses.iter().map(|u| u.row).eq(0..z.len()) {
-            return Self { of_gate: z.prepared(gate), of_up: None };
+            return Self { of_gate: z.prepared(mode, gate), of_up: None };
         }
         let rows = z.gather(uses.iter().map(|u| u.row));
-        let prepared = |format| Activations::new(format, rows.len(), rows.width(), rows.values());
+        let prepared = |format| Activations::with_mode(mode, format, rows.len(), rows.width(), rows.values());
         Self { of_gate: Prepared::Made(prepared(gate)), of_up: (gate != up).then(|| prepared(up)) }
     }
 }

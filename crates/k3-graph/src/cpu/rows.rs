@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use k3_quant::WeightFormat;
-use k3_quant::cpu::Activations;
+use k3_quant::cpu::{Activations, Mode};
 
 use super::threads::Threads;
 
@@ -91,9 +91,9 @@ impl Rows {
         Self::new(self.width, values)
     }
 
-    /// For products with matrices of `format`.
-    pub(super) fn prepared(&self, format: WeightFormat) -> Prepared<'_> {
-        let make = || Activations::new(format, self.len(), self.width, &self.values);
+    /// For products with matrices of `format`. A device has one mode.
+    pub(super) fn prepared(&self, mode: Mode, format: WeightFormat) -> Prepared<'_> {
+        let make = || Activations::with_mode(mode, format, self.len(), self.width, &self.values);
         let (of, kept) = self.prepared.get_or_init(|| (format, make()));
         if *of == format { Prepared::Kept(kept) } else { Prepared::Made(make()) }
     }
