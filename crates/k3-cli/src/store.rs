@@ -38,7 +38,7 @@ pub(crate) struct StoreArgs {
           value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=256))]
     reads_in_flight: usize,
     /// Which experts were used, of all runs: read at the start, written at the end; `none` keeps nothing. For direct and
-    /// buffered stores [default: $XDG_CACHE_HOME/k3/<identity>.usage]
+    /// buffered stores [default: $XDG_CACHE_HOME/k3/IDENTITY.usage]
     #[arg(long, value_name = "FILE")]
     usage: Option<PathBuf>,
 }
