@@ -26,6 +26,10 @@ impl Kernel for Exact {
         // SAFETY: this type is named only where the features have been found.
         unsafe {
             match x.n {
+                // Blocks of columns overlap as rows do, and memory is read in its order.
+                1 if matches!(w.data(), MatrixData::Bf16(_)) && 2 * w.cols() <= MEDIUM_ROW => {
+                    direct::<1, 1>(w, rows, x, out);
+                }
                 1 => direct::<4, 1>(w, rows, x, out),
                 2 => direct::<4, 2>(w, rows, x, out),
                 3 => direct::<4, 3>(w, rows, x, out),
@@ -53,6 +57,9 @@ impl Kernel for Exact {
 
 /// Steps after which lines of weights are asked for.
 const FETCH: usize = 4;
+
+/// Bytes of a row of BF16 up to which a row is taken after the other: measured to be faster with 4 KiB, and slower with 14.
+const MEDIUM_ROW: usize = 8192;
 
 /// The values of the 16 nibbles of INT4.
 static INTS: [f32; 16] = {
@@ -208,7 +215,8 @@ fn direct<const M: usize, const N: usize>(
         let count = out.len() / N;
         fetch_scales(w, first + M, M);
         if count == M {
-            with_steps!(w, first, M, M, |step, last, fetch| {
+            // One row ahead comes too late.
+            with_steps!(w, first, M, M.max(2), |step, last, fetch| {
                 direct_rows::<M, N>(w.cols(), x, step, last, fetch, out);
             });
         } else {
