@@ -127,7 +127,8 @@ fn hit_rates(trace: &Trace, warm: usize, capacities: &[f64]) -> Result<()> {
     )?;
     for &capacity in capacities {
         ensure!(capacity >= 0.0, "a capacity is at least 0, found {capacity}");
-        let slots = (capacity * geometry.working_set() as f64).round() as usize;
+        // More slots than experts change nothing.
+        let slots = ((capacity * geometry.working_set() as f64).round() as usize).min(layers * experts);
         let rate = |policy: &mut dyn Policy| replay(trace, policy, warm).hit_rate();
         writeln!(
             out,

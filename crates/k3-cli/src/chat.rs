@@ -115,7 +115,12 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     let tokenizer = snapshot.tokenizer()?;
     let sampling = args.model.sampling(&snapshot);
     Sampler::new(sampling.clone(), Vec::new())?;
-    let engine = snapshot.load(device, &sampling, args.model.max_tokens, CONTEXT + args.model.max_tokens)?;
+    let engine = snapshot.load(
+        device,
+        &sampling,
+        args.model.max_tokens,
+        CONTEXT.saturating_add(args.model.max_tokens),
+    )?;
     let chatter = Chatter::new(&engine, tokenizer)?;
 
     let names: Vec<&str> = request.tools.iter().map(name_of).collect();

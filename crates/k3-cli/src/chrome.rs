@@ -32,6 +32,8 @@ struct Out {
     /// Threads that have been named.
     threads: Vec<u64>,
     failed: Option<io::Error>,
+    /// The last line is written. Threads that still read end their spans later.
+    ended: bool,
 }
 
 /// What is known of a span before it ends.
@@ -53,13 +55,17 @@ impl ChromeTrace {
     }
 
     fn new(file: Box<dyn Write + Send>) -> (Self, Guard) {
-        let out = Arc::new(Mutex::new(Out { file, events: 0, threads: Vec::new(), failed: None }));
+        let out =
+            Arc::new(Mutex::new(Out { file, events: 0, threads: Vec::new(), failed: None, ended: false }));
         (Self { out: out.clone(), start: Instant::now() }, Guard(out))
     }
 }
 
 impl Out {
     fn event(&mut self, json: std::fmt::Arguments<'_>) {
+        if self.ended {
+            return;
+        }
         let begin = if self.events == 0 { "[\n" } else { ",\n" };
         self.events += 1;
         if self.failed.is_none() {
@@ -80,6 +86,7 @@ impl Out {
     }
 
     fn end(&mut self) -> io::Result<()> {
+        self.ended = true;
         let begin = if self.events == 0 { "[" } else { "" };
         match self.failed.take() {
             Some(error) => Err(error),
@@ -228,6 +235,22 @@ mod tests {
         let wait = complete[0];
         assert!((begin..=end).contains(&micros(wait, "ts")));
         assert_eq!(events.iter().filter(|event| event["ph"] == "M").count(), 1);
+    }
+
+    #[test]
+    fn a_span_that_ends_after_the_trace_is_left_out() {
+        let shared = Shared::default();
+        let (layer, guard) = ChromeTrace::new(Box::new(shared.clone()));
+        let subscriber = tracing_subscriber::registry().with(layer.with_filter(filter()));
+        tracing::subscriber::with_default(subscriber, || {
+            let late = tracing::debug_span!(target: "k3_experts", "read");
+            tracing::debug_span!(target: "k3_experts", "fetch").in_scope(|| ());
+            drop(guard);
+            drop(late);
+        });
+        let events: Vec<serde_json::Value> = serde_json::from_slice(&shared.0.lock().unwrap()).unwrap();
+        let names: Vec<&serde_json::Value> = events.iter().map(|event| &event["name"]).collect();
+        assert_eq!(names, ["thread_name", "fetch"]);
     }
 
     #[test]

@@ -129,7 +129,7 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     check_tokens(config, ids, 0).context("the prompt cannot be run")?;
     Sampler::new(generate.sampling.clone(), Vec::new())?;
 
-    let context = ids.len() + generate.max_tokens;
+    let context = ids.len().saturating_add(generate.max_tokens);
     let mut engine = snapshot.load(device, &generate.sampling, generate.max_tokens, context)?;
     if let Some(file) = &args.record_routing {
         engine.record_routing(file)?;

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use k3_format::Checkpoint;
 
 use crate::plan::{MemoryPlan, gigabytes};
-use crate::slab::{Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabError, SlabOptions, probe};
+use crate::slab::{
+    Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabError, SlabOptions, drive_count, probe,
+};
 use crate::{ExpertError, ExpertStore, MappedStore, SlabStore};
 
 /// How routed experts are read.
@@ -37,7 +39,8 @@ pub struct StoreOptions {
     pub backend: Option<Backend>,
     /// How experts are kept and read; the budget is the plan's.
     pub slab: SlabOptions,
-    /// How to measure, each of direct and buffered reads twice; as many are in flight as `slab` says.
+    /// How to measure, each of direct and buffered reads twice; as many are in flight as `slab` says and the plan has
+    /// room for.
     pub probe: ProbeOptions,
 }
 
@@ -143,7 +146,7 @@ pub fn open_store(
         (Some(backend), _) => (backend, None),
         (None, Some(_)) => (Backend::Mapped, None),
         (None, None) => {
-            let measured = measure(checkpoint, &options)?;
+            let measured = measure(checkpoint, plan, &options)?;
             (measured.choose(), Some(measured))
         }
     };
@@ -177,12 +180,16 @@ pub fn open_store(
     })
 }
 
-/// Reads experts in both ways, in turn and each time others.
-fn measure(checkpoint: &Arc<Checkpoint>, options: &StoreOptions) -> Result<Measured, StoreError> {
+/// Reads experts in both ways, in turn and each time others, in no more memory than the plan has for them.
+fn measure(
+    checkpoint: &Arc<Checkpoint>,
+    plan: &MemoryPlan,
+    options: &StoreOptions,
+) -> Result<Measured, StoreError> {
     let buffered = Buffered::new(checkpoint.clone())?;
+    let reads_in_flight = in_flight(plan, drive_count(checkpoint, &buffered), options.slab.reads_in_flight);
     let direct = Direct::new(checkpoint.clone()).map_err(|error| reason(&error));
     let probe_of = |reader: &dyn Reader, turn: u64| {
-        let reads_in_flight = options.slab.reads_in_flight;
         // The seeds of one run and the next are far apart.
         let seed = options.probe.seed.wrapping_mul(16).wrapping_add(turn);
         probe(checkpoint, reader, ProbeOptions { reads_in_flight, seed, ..options.probe })
@@ -196,6 +203,12 @@ fn measure(checkpoint: &Arc<Checkpoint>, options: &StoreOptions) -> Result<Measu
         add(&mut found.buffered, probe_of(&buffered, 2 * turn + 1).map_err(StoreError::Probe)?);
     }
     Ok(found)
+}
+
+/// Reads in flight on each of some drives: as many as asked for, if the budget has buffers for them.
+fn in_flight(plan: &MemoryPlan, drives: usize, asked: usize) -> usize {
+    let buffers = usize::try_from(plan.slots()).unwrap_or(usize::MAX);
+    asked.min(buffers / drives.max(1)).max(1)
 }
 
 fn add(all: &mut Vec<DriveRate>, more: Vec<DriveRate>) {
@@ -276,6 +289,20 @@ mod tests {
         );
         let two = "direct, 4.00 GB/s from 2 drives (3.00 + 1.00) at 9 + 3 in flight";
         check(Ok(&[3.0, 1.0]), &[1.0, 1.0], Backend::Direct, two);
+    }
+
+    #[test]
+    fn measuring_takes_no_more_memory_than_the_experts_get() {
+        let sizes = ExpertSizes { geometry: RELEASED, slot_bytes: 17_563_648 };
+        let check = |budget: u64, drives: usize, asked: usize, expected: usize| {
+            let plan = MemoryPlan::new(&Machine::with(64 * GB), Needs::default(), sizes, Some(budget));
+            assert_eq!(in_flight(&plan, drives, asked), expected, "{budget} {drives} {asked}");
+        };
+        check(8 * GB, 1, 6, 6);
+        check(8 * GB, 2, 256, 227);
+        check(sizes.least(), 1, 256, 16);
+        check(sizes.least(), 4, 6, 4);
+        check(0, 3, 6, 1);
     }
 
     #[test]

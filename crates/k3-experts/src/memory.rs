@@ -83,7 +83,7 @@ fn meminfo(text: &str) -> Option<(u64, u64)> {
     let total = field(text, "MemTotal:")?;
     let available = field(text, "MemAvailable:").or_else(|| {
         // Before Linux 3.14.
-        Some(field(text, "MemFree:")? + field(text, "Cached:")? / 2)
+        Some(field(text, "MemFree:")?.saturating_add(field(text, "Cached:")? / 2))
     })?;
     Some((total, available.min(total)))
 }
@@ -168,7 +168,7 @@ impl Group<'_> {
         let number = |name: &&str| read(name)?.trim().parse::<u64>().ok();
         let bytes = limits.iter().filter_map(number).min()?;
         let stat = read("memory.stat").unwrap_or_default();
-        let cache: u64 = reclaimable.iter().filter_map(|name| field(&stat, name)).sum();
+        let cache = reclaimable.iter().filter_map(|name| field(&stat, name)).fold(0, u64::saturating_add);
         let used = number(used).unwrap_or(0).saturating_sub(cache);
         Some(Limit { name: format!("control group v{version} {}", place.display()), bytes, used })
     }
@@ -200,6 +200,8 @@ mod tests {
         check("MemTotal: 100 kB\nMemFree: 10 kB\nCached: 30 kB\n", Some((100, 25)));
         check("MemTotal: 100 kB\nMemAvailable: 900 kB\n", Some((100, 100)));
         check("MemTotal: 100 MB\nMemAvailable: 9 kB\n", None);
+        let most = u64::MAX / 1024;
+        check(&format!("MemTotal: 1 kB\nMemFree: {most} kB\nCached: {most} kB\n"), Some((1, 1)));
         check("MemTotal: lots kB\n", None);
         check("", None);
     }
@@ -283,6 +285,10 @@ mod tests {
             ("sys/fs/cgroup/memory.current", "5000"),
         ];
         check(&full, 0, "v2");
+        // Figures that no kernel gives.
+        let most = u64::MAX.to_string();
+        let stat = format!("inactive_file {most}\nactive_file {most}\nslab_reclaimable {most}\n");
+        check(&[&full[..], &[("sys/fs/cgroup/memory.stat", &stat)]].concat(), 1000, "v2");
     }
 
     #[test]

@@ -42,6 +42,7 @@ use place::Places;
 pub use place::slot_bytes;
 use pool::{Filled, Pool};
 pub use probe::{DriveRate, ProbeOptions, probe};
+pub(crate) use reader::drive_count;
 pub use reader::{Buffered, Direct, Reader, SlotReadError};
 use ticket::{Key, Ticket, Waiter};
 use warm::Warming;
@@ -193,8 +194,8 @@ impl SlabStore {
             let (budget, per_token) = (options.budget_bytes, geometry.per_token);
             return Err(SlabError::Budget { budget, per_token, slot_bytes, needed });
         }
-        let shards = checkpoint.shards().files().len();
-        let drives = Arc::new(Drives::new(reader.clone(), shards, rates, options.reads_in_flight));
+        let drives = drive_count(&checkpoint, &**reader);
+        let drives = Arc::new(Drives::new(reader.clone(), drives, rates, options.reads_in_flight));
         let pool = Arc::new(Pool::new(buffers, slot_bytes, reader.alignment(), drives.clone()));
         // Buffers on their way to the caller, with one that it holds.
         let moving = options.reads_in_flight * drives.len() + options.guesses + 2;
@@ -300,7 +301,7 @@ impl Shared {
         Ok(expert)
     }
 
-    /// Called by the thread that ended the last read of a ticket.
+    /// Called by whoever ended a ticket: the thread of its last read, or who waits and finds no memory for it.
     fn finish(&self, ticket: &Arc<Ticket>, result: Result<Filled, SlotReadError>) {
         let result = result.map(Arc::new);
         let mut state = self.state();
@@ -430,7 +431,7 @@ impl ExpertStore for SlabStore {
                 && shared.pool.take_back(ticket)
             {
                 // One that was not even started is no help.
-                state.guess_bytes += ticket.place.bytes() as u64;
+                state.guess_bytes = state.guess_bytes.saturating_add(ticket.place.bytes() as u64);
                 guess = None;
             }
             if guess.is_some() {
@@ -540,7 +541,7 @@ impl Shared {
             let bytes = self.places.of(&self.checkpoint, *key).map_or(0, |place| place.bytes() as u64);
             // One that was never started has cost nothing.
             if matches!(entry, Entry::OnItsWay(ticket) if self.pool.take_back(ticket)) {
-                *guess_bytes += bytes;
+                *guess_bytes = guess_bytes.saturating_add(bytes);
             } else {
                 lookahead.judged(false);
                 counters.bytes_wasted += bytes;

@@ -392,12 +392,9 @@ pub struct RouterRule {
     pub top_p: Option<f64>,
 }
 
-/// Ranks that [`Routing::push_scores`] tells, as a multiple of the experts a row.
-const RANKS: usize = 8;
-
-/// Ranks that [`Routing::push_scores`] tells of `experts`, the `k` of a row among them.
+/// Ranks that [`Routing::push_scores`] tells of `experts`, the `k` of a row among them: eight times as many.
 pub(crate) fn ranks_told(k: usize, experts: usize) -> usize {
-    (k * RANKS).max(k + 1).min(experts)
+    (8 * k).max(k + 1).min(experts)
 }
 
 /// The experts of every row, in rank order: descending biased score, then id.
@@ -460,8 +457,7 @@ impl Routing {
         let k = rule.experts_per_token;
         let finite = logits.iter().all(|l| l.is_finite());
         let ranks = ranks_told(k, biased.len());
-        let order = select_experts(biased, ranks).filter(|_| finite);
-        let Some(order) = order else {
+        let Some(order) = select_experts(biased, ranks).filter(|_| finite) else {
             self.runner_ups.extend(std::iter::repeat_n(0, ranks - k));
             if rule.top_p.is_some() {
                 self.used.push(k);

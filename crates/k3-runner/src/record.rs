@@ -22,7 +22,8 @@ pub enum RecordError {
     },
     /// There is nothing to record, or no room for it in the format.
     #[error(
-        "recording routing in {}: a trace has 1 to 65536 layers with routed experts and as many experts in each; \
+        "recording routing in {}: a trace has 1 to 65536 layers with routed experts, as many experts in each, and \
+         at most 16777216 in all; \
          the {loaded} layers loaded have {layers} with {experts}",
         path.display()
     )]

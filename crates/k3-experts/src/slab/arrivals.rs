@@ -58,8 +58,10 @@ impl<'a> Pending<'a> {
                             break Ok(delivery);
                         }
                         // What somebody waits for comes before what nobody has asked for.
-                        if !self.shared.give_up_guesses() {
-                            self.shared.pool.relieve();
+                        if !self.shared.give_up_guesses()
+                            && let Some((ticket, error)) = self.shared.pool.relieve()
+                        {
+                            self.shared.finish(&ticket, Err(error));
                         }
                     }
                 }

@@ -127,10 +127,9 @@ impl Queue {
 }
 
 impl Drives {
-    /// The drives of a reader, with `each` reads in flight on average. `rates` were measured; without them all are
+    /// The `drives` of a reader, with `each` reads in flight on average. `rates` were measured; without them all are
     /// taken for equal.
-    pub(super) fn new(reader: Arc<dyn Reader>, shards: usize, rates: &[f64], each: usize) -> Self {
-        let drives = (0..shards).map(|shard| reader.drive(shard) + 1).max().unwrap_or(1);
+    pub(super) fn new(reader: Arc<dyn Reader>, drives: usize, rates: &[f64], each: usize) -> Self {
         let known = rates.len() == drives && rates.iter().all(|rate| rate.is_finite() && *rate > 0.0);
         let rates = if known { rates.to_vec() } else { vec![1.0; drives] };
         let shares = shares(&rates, each);

@@ -120,7 +120,7 @@ impl Pool {
         let is_first = inner.parked.is_empty() && inner.wishes.is_empty();
         let buffer = if is_first { self.take(&mut inner) } else { None };
         match buffer {
-            Some(buffer) => self.start_guess(inner, ticket, buffer),
+            Some(buffer) => self.start_guess(&mut inner, ticket, buffer),
             None => inner.wishes.push_back(ticket.clone()),
         }
     }
@@ -133,11 +133,11 @@ impl Pool {
         inner.wishes.len() < before
     }
 
-    fn start_guess(&self, mut inner: MutexGuard<'_, Inner>, ticket: &Arc<Ticket>, buffer: BytesMut) {
+    fn start_guess(&self, inner: &mut Inner, ticket: &Arc<Ticket>, buffer: BytesMut) {
         inner.reading += 1;
         inner.guesses += 1;
         inner.bytes_guessed += ticket.place.bytes() as u64;
-        drop(inner);
+        // Under the lock: a demand that finds the guess here no more finds it in the queues, where it hurries it.
         self.drives.issue(ticket, buffer);
     }
 
@@ -158,26 +158,26 @@ impl Pool {
     }
 
     /// Called by somebody who waits. If nothing is being read because the callers keep all buffers, one more is made:
-    /// a wait without end would be worse.
-    pub(super) fn relieve(&self) {
+    /// a wait without end would be worse. Returns the read that there is no memory for, which the caller has to end.
+    #[must_use]
+    pub(super) fn relieve(&self) -> Option<(Arc<Ticket>, SlotReadError)> {
         let mut inner = self.inner();
         if inner.reading > 0 {
-            return;
+            return None;
         }
-        let Some(ticket) = next_wanted(&mut inner.parked) else { return };
+        let ticket = next_wanted(&mut inner.parked)?;
         let mut buffer = self.take(&mut inner);
         if buffer.is_none() {
-            inner.over_budget += 1;
             buffer = self.allocate(&mut inner);
+            inner.over_budget += u64::from(buffer.is_some());
         }
         let Some(buffer) = buffer else {
-            drop(inner);
-            ticket.complete(&Err(SlotReadError::NoMemory { bytes: self.slot_bytes }));
-            return;
+            return Some((ticket, SlotReadError::NoMemory { bytes: self.slot_bytes }));
         };
         inner.reading += 1;
         drop(inner);
         self.drives.issue(&ticket, buffer);
+        None
     }
 
     /// A buffer that is free, or a new one under the limit.
@@ -208,7 +208,7 @@ impl Pool {
                 self.drives.issue(&ticket, buffer);
             }
             None => match inner.wishes.pop_front() {
-                Some(wish) => self.start_guess(inner, &wish, buffer),
+                Some(wish) => self.start_guess(&mut inner, &wish, buffer),
                 None => inner.free.push(buffer),
             },
         }
@@ -230,4 +230,48 @@ pub(super) fn aligned(len: usize, align: usize) -> Option<BytesMut> {
 /// The oldest read that somebody still has a use for.
 fn next_wanted(parked: &mut VecDeque<Arc<Ticket>>) -> Option<Arc<Ticket>> {
     std::iter::from_fn(|| parked.pop_front()).find(|ticket| ticket.is_wanted())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::path::PathBuf;
+    use std::sync::mpsc::channel;
+
+    use super::super::drives::Urgency;
+    use super::super::place::{Place, Segment};
+    use super::super::reader::Reader;
+    use super::super::ticket::{Key, Waiter};
+    use super::*;
+
+    #[derive(Debug)]
+    struct Nothing;
+
+    impl Reader for Nothing {
+        fn read_at(&self, _: usize, _: &mut [u8], _: u64) -> io::Result<usize> {
+            Ok(0)
+        }
+        fn path(&self, _: usize) -> PathBuf {
+            PathBuf::new()
+        }
+    }
+
+    /// Only who holds the store can take its expert out of the tables: the next to ask for it would wait for ever.
+    #[test]
+    fn a_read_without_memory_is_given_back_to_be_ended() {
+        let drives = Arc::new(Drives::new(Arc::new(Nothing), 1, &[], 1));
+        let pool = Pool::new(1, isize::MAX as usize, 1, drives);
+        let segment = Segment { shard: 0, offset: 0, len: 1, needed: 1 };
+        let place = Place { segments: vec![segment], parts: std::array::from_fn(|_| 0..0) };
+        let key = Key { layer: 1, id: 2 };
+        let ticket = Arc::new(Ticket::new(key, place, true, (1, 1), Urgency::Demand));
+        let (sender, receiver) = channel();
+        ticket.join(Waiter { id: 2, sender, abandoned: Arc::default() });
+        pool.request(ticket.clone());
+        let (found, error) = pool.relieve().unwrap();
+        assert!(Arc::ptr_eq(&found, &ticket) && matches!(error, SlotReadError::NoMemory { .. }), "{error}");
+        receiver.try_recv().unwrap_err();
+        assert_eq!((pool.allocated(), pool.over_budget()), (0, 0));
+        assert!(pool.relieve().is_none() && pool.is_idle());
+    }
 }

@@ -9,7 +9,7 @@ use k3_format::Checkpoint;
 use super::drives::STACK_BYTES;
 use super::place::{Place, Places};
 use super::pool::aligned;
-use super::reader::{Reader, SlotReadError, read_full};
+use super::reader::{Reader, SlotReadError, drive_count, read_full};
 use super::ticket::Key;
 use crate::{ExpertError, ExpertId};
 
@@ -146,9 +146,7 @@ fn sample(
     let config = checkpoint.config();
     let (first, experts) = (config.first_k_dense_replace, config.moe.num_experts);
     let mut keys: Vec<u32> = (0..checkpoint.experts().len() as u32).collect();
-    let shards = checkpoint.shards().files().len();
-    let count = (0..shards).map(|shard| reader.drive(shard) + 1).max().unwrap_or(1);
-    let mut drives: Vec<Drive> = (0..count).map(|_| Drive::default()).collect();
+    let mut drives: Vec<Drive> = (0..drive_count(checkpoint, reader)).map(|_| Drive::default()).collect();
     let mut random = seed;
     for at in 0..keys.len() {
         if drives.iter().all(|drive| drive.reads.len() == MOST_READS) {

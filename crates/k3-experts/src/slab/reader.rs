@@ -204,6 +204,11 @@ impl Reader for Direct {
     }
 }
 
+/// Drives that the shards of `checkpoint` are on.
+pub(crate) fn drive_count(checkpoint: &Checkpoint, reader: &dyn Reader) -> usize {
+    (0..checkpoint.shards().files().len()).map(|shard| reader.drive(shard) + 1).max().unwrap_or(1)
+}
+
 /// The drive of each shard, numbered in order of appearance.
 fn drives(checkpoint: &Checkpoint) -> Result<Vec<usize>, SlabError> {
     let mut devices = Vec::new();

@@ -10,8 +10,10 @@ use std::io::{self, BufRead, Read, Write};
 use super::{Geometry, Trace};
 use crate::ExpertId;
 
-/// Most layers, experts and ranks of a file that is read: nothing larger than what an id has room for.
+/// Most layers and most experts of a layer: nothing larger than what an id has room for.
 const MAX: usize = 1 << 16;
+/// Most experts of all layers, 200 times those of the released models: what is allocated for a token is bounded by it.
+const MOST_EXPERTS: usize = 1 << 24;
 
 /// Why a routing trace was not read.
 #[derive(Debug, thiserror::Error)]
@@ -22,8 +24,8 @@ pub enum TraceFileError {
     Io(#[from] io::Error),
     /// The first line is something else.
     #[error(
-        "a routing trace begins with `k3-routing 1 LAYERS EXPERTS PER_TOKEN RANKS`, each between 1 and 65536 and \
-         PER_TOKEN <= RANKS <= EXPERTS; found {found:?}"
+        "a routing trace begins with `k3-routing 1 LAYERS EXPERTS PER_TOKEN RANKS`, each between 1 and 65536, \
+         LAYERS * EXPERTS at most 16777216 and PER_TOKEN <= RANKS <= EXPERTS; found {found:?}"
     )]
     Header {
         /// The beginning of the file.
@@ -49,11 +51,14 @@ pub struct Format {
 }
 
 impl Format {
-    /// Whether a trace of this geometry can be written: layers, experts and experts a token are 1 to 65536, and a token
-    /// uses no more than there are.
+    /// Whether a trace of this geometry can be written: layers, experts and experts a token are 1 to 65536, those of all
+    /// layers at most 2^24, and a token uses no more than there are.
     pub fn has_room(geometry: Geometry) -> bool {
         let Geometry { layers, experts, per_token } = geometry;
-        [layers, experts, per_token].iter().all(|n| (1..=MAX).contains(n)) && per_token <= experts
+        let sizes = [layers, experts, per_token];
+        sizes.iter().all(|n| (1..=MAX).contains(n))
+            && layers * experts <= MOST_EXPERTS
+            && per_token <= experts
     }
 
     /// For tokens with `ranks` experts a layer.
@@ -133,8 +138,7 @@ fn header(line: &[u8]) -> Option<(Geometry, usize)> {
     let numbers = text.strip_prefix("k3-routing 1 ")?.split(' ').map(str::parse::<usize>);
     let numbers = numbers.collect::<Result<Vec<_>, _>>().ok()?;
     let [layers, experts, per_token, ranks] = numbers[..] else { return None };
-    let ordered = per_token <= ranks && ranks <= experts;
     let geometry = Geometry { layers, experts, per_token };
-    ([layers, experts, per_token].iter().all(|n| (1..=MAX).contains(n)) && ordered)
-        .then_some((geometry, ranks))
+    let ordered = per_token <= ranks && ranks <= experts;
+    (Format::has_room(geometry) && ordered).then_some((geometry, ranks))
 }

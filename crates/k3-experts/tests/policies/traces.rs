@@ -39,6 +39,9 @@ fn what_is_no_trace_is_refused() {
     header("k3-routing 1 3 70000 4 7\n");
     header("k3-routing 1 99999999999999999999 20 4 7\n");
     header(&"x".repeat(1000));
+    // A token of them would take gigabytes before anything is read.
+    header("k3-routing 1 65536 65536 16 65536\n");
+    header("k3-routing 1 65536 257 1 1\n");
     let error = Trace::read(&b"k3-routing 1 1 2 1 1\n\x01\x00\x02\x00"[..]).unwrap_err();
     assert!(matches!(error, TraceFileError::Id { token: 1, found: 2, experts: 2 }), "{error}");
 }

@@ -1,9 +1,9 @@
 //! Work shared among threads: fixed tiles, handed out as threads get free.
 //!
-//! The thread that calls works too and the helpers join as they wake, so a call never waits for a thread that has not
-//! come yet to take its share, and a core that another process holds delays no more than the tile in work there. Small
-//! work is not shared at all: waking a helper takes longer. None of that is seen in a result, since a tile is worked
-//! out in one piece wherever it is.
+//! The thread that calls works too and the helpers join as they wake: what a late one would have done, the others do. A
+//! call still ends only when every helper that it woke has run and found nothing left, so a core that another process
+//! holds delays it until the helper there had its turn, asleep and not spinning. Small work is not shared at all: waking
+//! a helper takes longer. None of that is seen in a result, since a tile is worked out in one piece wherever it is.
 
 use std::sync::{Mutex, PoisonError};
 
