@@ -15,6 +15,9 @@ pub(super) use int8::Int8;
 
 /// Rows of activations up to which weights go from their stored form to registers.
 const DIRECT: usize = 4;
+/// Weight rows that are taken together then: a block of activations stays in the first-level cache for them, and for the
+/// tiles of rows that leave room for decoded weights in 16 registers.
+const GROUP: usize = 4;
 
 /// One value for each of 16 lanes.
 type Pair = [__m256; 2];

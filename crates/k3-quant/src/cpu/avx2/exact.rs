@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{folded_scale, fp8_value};
-use super::{DIRECT, LANES, Pair, load, store, table, tree_sum};
+use super::{DIRECT, GROUP, LANES, Pair, load, store, table, tree_sum};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
 use crate::cpu::prefetch::{SHORT_ROW, fetch, fetch_scales};
@@ -24,10 +24,15 @@ impl Kernel for Exact {
     fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
         // SAFETY: this type is named only where AVX2 and FMA have been found.
         unsafe {
-            // As many weight rows as leave room for what is decoded: each sum takes two of 16 registers.
+            // The lookups of nibbles need registers of their own.
+            let nibbles =
+                matches!(w.format(), WeightFormat::Mxfp4 | WeightFormat::Nvfp4 | WeightFormat::Int4);
             match x.n {
+                1 if nibbles => direct::<2, 1>(w, rows, x, out),
                 1 => direct::<4, 1>(w, rows, x, out),
+                2 if nibbles => direct::<1, 2>(w, rows, x, out),
                 2 => direct::<2, 2>(w, rows, x, out),
+                3 if nibbles => direct::<1, 3>(w, rows, x, out),
                 3 => direct::<2, 3>(w, rows, x, out),
                 _ => direct::<1, 4>(w, rows, x, out),
             }
@@ -275,31 +280,34 @@ unsafe fn look_up(tables: [__m256i; 2], at: *const u8, scales: [f32; 2]) -> Step
     ]
 }
 
-/// Weights are used where they are decoded, `M` rows at a time: their chains of sums overlap, and share loads of
-/// activations.
+/// Weights are used where they are decoded. The rows of [`GROUP`] meet the same block of activations, `T` rows at a time:
+/// their chains of sums overlap, and share loads of activations.
 #[target_feature(enable = "avx2,fma")]
-fn direct<const M: usize, const N: usize>(
+fn direct<const T: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
     x: &Blocked<Lanes>,
     out: &mut [f32],
 ) {
-    for (first, out) in rows.step_by(M).zip(out.chunks_mut(M * N)) {
-        let count = out.len() / N;
-        fetch_scales(w, first + M, M);
-        if count == M {
-            with_steps!(w, first, M, M, |step, last, fetch| {
-                direct_rows::<M, N>(w.cols(), x, step, last, fetch, out);
+    for (first, out) in rows.step_by(GROUP).zip(out.chunks_mut(GROUP * N)) {
+        fetch_scales(w, first + GROUP, GROUP);
+        if out.len() == GROUP * N {
+            with_steps!(w, first, GROUP, GROUP, |step, last, fetch| {
+                direct_rows::<GROUP, T, N>(w.cols(), x, step, last, fetch, out);
             });
         } else {
-            direct::<1, N>(w, first..first + count, x, out);
+            for (row, out) in (first..).zip(out.chunks_exact_mut(N)) {
+                with_steps!(w, row, 1, 1, |step, last, fetch| {
+                    direct_rows::<1, 1, N>(w.cols(), x, step, last, fetch, out);
+                });
+            }
         }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn direct_rows<const M: usize, const N: usize>(
+fn direct_rows<const M: usize, const T: usize, const N: usize>(
     cols: usize,
     x: &Blocked<Lanes>,
     step: impl Fn(usize, usize) -> Step,
@@ -308,62 +316,62 @@ fn direct_rows<const M: usize, const N: usize>(
     out: &mut [f32],
 ) {
     const BLOCK: usize = Lanes::BLOCK / 2;
-    const ZEROS: Lanes = Lanes::ZERO;
     let whole = cols / STEP;
-    // In memory: the registers are for the sums of a block.
-    let mut totals = [[ZEROS; N]; M];
+    let mut totals = [[Lanes::ZERO; N]; M];
     for block in 0..x.blocks() {
         let width = x.width(block);
         let x = x.block(block, 0, N);
         let (first, count) = (block * BLOCK, BLOCK.min(whole - block * BLOCK));
-        let mut sums = [[[_mm256_setzero_ps(); 2]; N]; M];
-        let add = |sums: &mut [[Pair; N]; M], m: usize, i: usize, w: Step| {
-            for k in 0..N {
-                // SAFETY: `x` has `N` rows of `width` units, two for each step.
-                let (x0, x1) =
-                    unsafe { (x.get_unchecked(k * width + 2 * i), x.get_unchecked(k * width + 2 * i + 1)) };
-                let (x0, x1) = (load(x0), load(x1));
-                for half in 0..2 {
-                    sums[m][k][half] = _mm256_fmadd_ps(w[0][half], x0[half], sums[m][k][half]);
-                    sums[m][k][half] = _mm256_fmadd_ps(w[1][half], x1[half], sums[m][k][half]);
+        for top in (0..M).step_by(T) {
+            let mut sums = [[[_mm256_setzero_ps(); 2]; N]; T];
+            let add = |sums: &mut [[Pair; N]; T], m: usize, i: usize, w: Step| {
+                for k in 0..N {
+                    // SAFETY: `x` has `N` rows of `width` units, two for each step.
+                    let [x0, x1] = unsafe {
+                        [
+                            load(x.get_unchecked(k * width + 2 * i)),
+                            load(x.get_unchecked(k * width + 2 * i + 1)),
+                        ]
+                    };
+                    for half in 0..2 {
+                        sums[m][k][half] = _mm256_fmadd_ps(w[0][half], x0[half], sums[m][k][half]);
+                        sums[m][k][half] = _mm256_fmadd_ps(w[1][half], x1[half], sums[m][k][half]);
+                    }
+                }
+            };
+            let mut i = 0;
+            while i + FETCH <= count {
+                for m in 0..T {
+                    fetch(top + m, first + i);
+                }
+                for i in i..i + FETCH {
+                    for m in 0..T {
+                        add(&mut sums, m, i, step(top + m, first + i));
+                    }
+                }
+                i += FETCH;
+            }
+            while i < count {
+                for m in 0..T {
+                    add(&mut sums, m, i, step(top + m, first + i));
+                }
+                i += 1;
+            }
+            if 2 * count < width {
+                for m in 0..T {
+                    add(&mut sums, m, count, last(top + m));
                 }
             }
-        };
-        let mut i = 0;
-        while i + FETCH <= count {
-            for m in 0..M {
-                fetch(m, first + i);
-            }
-            for i in i..i + FETCH {
-                for m in 0..M {
-                    add(&mut sums, m, i, step(m, first + i));
+            for (totals, sums) in totals[top..].iter_mut().zip(sums) {
+                for (total, sum) in totals.iter_mut().zip(sums) {
+                    let old = load(total);
+                    store(total, [_mm256_add_ps(old[0], sum[0]), _mm256_add_ps(old[1], sum[1])]);
                 }
-            }
-            i += FETCH;
-        }
-        while i < count {
-            for m in 0..M {
-                add(&mut sums, m, i, step(m, first + i));
-            }
-            i += 1;
-        }
-        if 2 * count < width {
-            for m in 0..M {
-                add(&mut sums, m, count, last(m));
-            }
-        }
-        for m in 0..M {
-            for k in 0..N {
-                let old = load(&totals[m][k]);
-                let sum = [_mm256_add_ps(old[0], sums[m][k][0]), _mm256_add_ps(old[1], sums[m][k][1])];
-                store(&mut totals[m][k], sum);
             }
         }
     }
-    for m in 0..M {
-        for k in 0..N {
-            out[m * N + k] = tree_sum(load(&totals[m][k]));
-        }
+    for (out, total) in out.iter_mut().zip(totals.as_flattened()) {
+        *out = tree_sum(load(total));
     }
 }
 

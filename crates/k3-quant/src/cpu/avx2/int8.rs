@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{self, Codes, RAISED_E2M1, lowered_e8m0, scaled_ints};
-use super::{DIRECT, Pair, load, store, table, tree_sum, two_scales};
+use super::{DIRECT, GROUP, Pair, load, store, table, tree_sum, two_scales};
 use crate::cpu::activations::{Blocked, Ints, Lanes, Unit};
 use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales};
 use crate::cpu::product::Kernel;
@@ -28,7 +28,7 @@ impl Kernel for Int8 {
             }
             match x.n {
                 1 => direct::<4, 1>(w, rows, x, out),
-                2 => direct::<2, 2>(w, rows, x, out),
+                2 => direct::<1, 2>(w, rows, x, out),
                 3 => direct::<1, 3>(w, rows, x, out),
                 _ => direct::<1, 4>(w, rows, x, out),
             }
@@ -248,31 +248,34 @@ fn e4m3_lanes(scales: [u8; 4]) -> __m256 {
     _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(REBIAS))
 }
 
-/// Weights are used where they are decoded, `M` rows at a time: their chains of sums overlap, and share loads of
-/// activations.
+/// Weights are used where they are decoded. The rows of [`GROUP`] meet the same block of activations, `T` rows at a time:
+/// their chains of sums overlap, and share loads of activations.
 #[target_feature(enable = "avx2,fma")]
-fn direct<const M: usize, const N: usize>(
+fn direct<const T: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
     x: &Blocked<Ints>,
     out: &mut [f32],
 ) {
-    for (first, out) in rows.step_by(M).zip(out.chunks_mut(M * N)) {
-        let count = out.len() / N;
-        fetch_scales(w, first + M, M);
-        if count == M {
-            with_halves!(w, first, M, M, |NARROW, whole, half, last, fetch| {
-                direct_rows::<M, N, NARROW>(whole, x, half, last, fetch, out);
+    for (first, out) in rows.step_by(GROUP).zip(out.chunks_mut(GROUP * N)) {
+        fetch_scales(w, first + GROUP, GROUP);
+        if out.len() == GROUP * N {
+            with_halves!(w, first, GROUP, GROUP, |NARROW, whole, half, last, fetch| {
+                direct_rows::<GROUP, T, N, NARROW>(whole, x, half, last, fetch, out);
             });
         } else {
-            direct::<1, N>(w, first..first + count, x, out);
+            for (row, out) in (first..).zip(out.chunks_exact_mut(N)) {
+                with_halves!(w, row, 1, 1, |NARROW, whole, half, last, fetch| {
+                    direct_rows::<1, 1, N, NARROW>(whole, x, half, last, fetch, out);
+                });
+            }
         }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn direct_rows<const M: usize, const N: usize, const NARROW: bool>(
+fn direct_rows<const M: usize, const T: usize, const N: usize, const NARROW: bool>(
     whole: usize,
     x: &Blocked<Ints>,
     half: impl Fn(usize, usize) -> Operand,
@@ -280,41 +283,52 @@ fn direct_rows<const M: usize, const N: usize, const NARROW: bool>(
     fetch: impl Fn(usize, usize),
     out: &mut [f32],
 ) {
-    let mut sums = [[[_mm256_setzero_ps(); 2]; N]; M];
+    let mut totals = [[Lanes::ZERO; N]; M];
     for b in 0..x.blocks() {
         let width = x.width(b);
         let x = x.block(b, 0, N);
         let first = b * Ints::BLOCK;
         let count = width.min(whole - first);
-        let add = |sums: &mut [[Pair; N]; M], m: usize, i: usize, h: usize, w: Operand| {
-            for k in 0..N {
-                // SAFETY: `x` has `N` rows of `width` units.
-                let x = unsafe { x.get_unchecked(k * width + i) };
-                sums[m][k][h] = link::<NARROW>(&w, x, h, sums[m][k][h]);
-            }
-        };
-        for i in 0..count {
-            for m in 0..M {
-                fetch(m, first + i);
-            }
-            for h in 0..2 {
-                for m in 0..M {
-                    add(&mut sums, m, i, h, half(m, 2 * (first + i) + h));
+        for top in (0..M).step_by(T) {
+            let mut sums = [[[_mm256_setzero_ps(); 2]; N]; T];
+            for m in 0..T {
+                for k in 0..N {
+                    sums[m][k] = load(&totals[top + m][k]);
                 }
             }
-        }
-        if count < width {
-            for h in 0..2 {
-                for m in 0..M {
-                    add(&mut sums, m, count, h, last(m, h));
+            let add = |sums: &mut [[Pair; N]; T], m: usize, i: usize, h: usize, w: Operand| {
+                for k in 0..N {
+                    // SAFETY: `x` has `N` rows of `width` units.
+                    let x = unsafe { x.get_unchecked(k * width + i) };
+                    sums[m][k][h] = link::<NARROW>(&w, x, h, sums[m][k][h]);
+                }
+            };
+            for i in 0..count {
+                for m in 0..T {
+                    fetch(top + m, first + i);
+                }
+                for h in 0..2 {
+                    for m in 0..T {
+                        add(&mut sums, m, i, h, half(top + m, 2 * (first + i) + h));
+                    }
+                }
+            }
+            if count < width {
+                for h in 0..2 {
+                    for m in 0..T {
+                        add(&mut sums, m, count, h, last(top + m, h));
+                    }
+                }
+            }
+            for m in 0..T {
+                for k in 0..N {
+                    store(&mut totals[top + m][k], sums[m][k]);
                 }
             }
         }
     }
-    for m in 0..M {
-        for k in 0..N {
-            out[m * N + k] = tree_sum(sums[m][k]);
-        }
+    for (out, total) in out.iter_mut().zip(totals.as_flattened()) {
+        *out = tree_sum(load(total));
     }
 }
 
