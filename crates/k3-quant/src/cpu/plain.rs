@@ -36,6 +36,7 @@ impl Kernel for Exact {
 
 /// The weights of block `block` of a row, as exact as f32 can hold them, in the order of their activations. They lack what
 /// [`scaled_exact`] multiplies sums by.
+#[inline(always)]
 fn decode(row: Row<'_>, block: usize, out: &mut [Lanes]) {
     let first = block * Lanes::BLOCK / 2;
     match row {
@@ -126,6 +127,7 @@ pub(super) fn padded<T: Copy, const N: usize>(w: &[T], rest: T) -> [T; N] {
 
 /// [`Kernel::multiply`] of exact products: within a block 16 chains of fused multiply-adds in the order of columns, which
 /// begin at zero; the chains of a block are added to those of the blocks before.
+#[inline(always)]
 fn multiply(width: usize, w: &[Lanes], x: &[Lanes], lanes: &mut [Lanes]) {
     let n = x.len() / width;
     for (w, lanes) in w.chunks_exact(width).zip(lanes.chunks_exact_mut(n)) {
@@ -341,6 +343,7 @@ pub(super) fn look_up(table: &[u8; 16], bytes: &[u8; 64], out: &mut Codes) {
 
 /// [`Kernel::multiply`] of integer products: 16 chains of fused multiply-adds in the order of blocks. A link is an exact
 /// integer sum times a block scale, which is exact in the formats of 4-bit floats, times the activations' scale.
+#[inline(always)]
 fn multiply_ints(width: usize, w: &[Codes], x: &[Ints], lanes: &mut [Lanes]) {
     let n = x.len() / width;
     for (w, lanes) in w.chunks_exact(width).zip(lanes.chunks_exact_mut(n)) {
