@@ -31,6 +31,8 @@ mod avx2;
 mod avx512;
 mod dot;
 mod plain;
+#[cfg(target_arch = "x86_64")]
+mod prefetch;
 pub mod probe;
 mod product;
 pub mod vector;

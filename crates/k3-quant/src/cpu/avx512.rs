@@ -9,42 +9,12 @@ use std::arch::x86_64::*;
 
 use super::activations::Lanes;
 use super::{LANES, plain};
-use crate::{Matrix, MatrixData};
 
 pub(super) use exact::Exact;
 pub(super) use int8::Int8;
 
 /// Rows of activations up to which weights go from their stored form to registers.
 const DIRECT: usize = 4;
-/// Bytes of a row up to which rows that are taken together are asked for in the order of memory. Longer ones are asked for
-/// side by side: that is what was measured to be faster.
-const SHORT_ROW: usize = 2048;
-/// Bytes of a cache line.
-const LINE: usize = 64;
-
-/// Asks for the lines of `bytes` bytes at an address, which may lie outside of any allocation.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn fetch(at: *const u8, bytes: usize) {
-    for line in 0..bytes / LINE {
-        _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(line * LINE).cast());
-    }
-}
-
-/// Asks for the scales of `rows` rows from `first` on, of a matrix that has them in blocks: too few at a time for the
-/// memory to see their order.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-fn fetch_scales(w: &Matrix, first: usize, rows: usize) {
-    let (scale, bytes) = match w.data() {
-        MatrixData::Mxfp4 { scale, .. } => (scale, w.cols() / 32),
-        MatrixData::Nvfp4 { scale, .. } => (scale, w.cols() / 16),
-        MatrixData::Int4 { scale, .. } => (scale.bytes(), w.cols() / 64 * scale.width()),
-        _ => return,
-    };
-    fetch(scale.as_ptr().wrapping_add(first * bytes), rows * bytes + LINE);
-}
-
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn load(lanes: &Lanes) -> __m512 {

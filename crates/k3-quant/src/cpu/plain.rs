@@ -24,7 +24,7 @@ impl Kernel for Exact {
         false
     }
     fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Lanes]) {
-        decode(w.row(row), block, out, widen_pairs, scale_codes);
+        decode(w.row(row), block, out);
     }
     fn multiply(_: WeightFormat, width: usize, w: &[Lanes], x: &[Lanes], lanes: &mut [Lanes]) {
         multiply(width, w, x, lanes);
@@ -36,33 +36,25 @@ impl Kernel for Exact {
 
 /// The weights of block `block` of a row, as exact as f32 can hold them, in the order of their activations. They lack what
 /// [`scaled_exact`] multiplies sums by.
-///
-/// `pairs` is [`widen_pairs`] and `codes` [`scale_codes`], perhaps in vector code.
 #[inline(always)]
-pub(super) fn decode(
-    row: Row<'_>,
-    block: usize,
-    out: &mut [Lanes],
-    pairs: impl Fn(&[bf16; STEP], &mut [Lanes; 2]),
-    codes: impl Fn(&[u8; LANES], [f32; 2], &mut [Lanes; 2]),
-) {
+fn decode(row: Row<'_>, block: usize, out: &mut [Lanes]) {
     let first = block * Lanes::BLOCK / 2;
     match row {
         Row::F32(w) => natural(&w[first * STEP..], out, |w| w),
         Row::Int8 { codes, .. } => natural(&codes[first * STEP..], out, f32::from),
         Row::Bf16(w) => {
             for (out, w) in out.as_chunks_mut().0.iter_mut().zip(w[first * STEP..].chunks(STEP)) {
-                pairs(&padded(w, bf16::ZERO), out);
+                widen_pairs(&padded(w, bf16::ZERO), out);
             }
         }
         Row::Mxfp4 { packed, scale } => {
             let scale = &scale[first..];
-            nibbles(&packed[first * LANES..], out, codes, |i| [folded_scale(scale[i]); 2]);
+            nibbles(&packed[first * LANES..], out, scale_codes, |i| [folded_scale(scale[i]); 2]);
         }
         Row::Nvfp4 { packed, scale, .. } => {
             let scale = &scale[2 * first..];
             // A last half step has no second block; its codes are zero.
-            nibbles(&packed[first * LANES..], out, codes, |i| {
+            nibbles(&packed[first * LANES..], out, scale_codes, |i| {
                 [fp8_value(scale[2 * i]), scale.get(2 * i + 1).map_or(0.0, |s| fp8_value(*s))]
             });
         }
@@ -98,7 +90,7 @@ fn nibbles(
 }
 
 /// A step of bf16: even columns, odd columns.
-pub(super) fn widen_pairs(w: &[bf16; STEP], out: &mut [Lanes; 2]) {
+fn widen_pairs(w: &[bf16; STEP], out: &mut [Lanes; 2]) {
     for j in 0..LANES {
         out[0].0[j] = widen(w[2 * j]);
         out[1].0[j] = widen(w[2 * j + 1]);
@@ -106,7 +98,7 @@ pub(super) fn widen_pairs(w: &[bf16; STEP], out: &mut [Lanes; 2]) {
 }
 
 /// A step of E2M1: even columns, odd columns. Lanes 0..8 have the first scale, the others the second.
-pub(super) fn scale_codes(bytes: &[u8; LANES], scales: [f32; 2], out: &mut [Lanes; 2]) {
+fn scale_codes(bytes: &[u8; LANES], scales: [f32; 2], out: &mut [Lanes; 2]) {
     for j in 0..LANES {
         out[0].0[j] = code_value(bytes[j]) * scales[j / (LANES / 2)];
         out[1].0[j] = code_value(bytes[j] >> 4) * scales[j / (LANES / 2)];
@@ -136,7 +128,7 @@ pub(super) fn padded<T: Copy, const N: usize>(w: &[T], rest: T) -> [T; N] {
 /// [`Kernel::multiply`] of exact products: within a block 16 chains of fused multiply-adds in the order of columns, which
 /// begin at zero; the chains of a block are added to those of the blocks before.
 #[inline(always)]
-pub(super) fn multiply(width: usize, w: &[Lanes], x: &[Lanes], lanes: &mut [Lanes]) {
+fn multiply(width: usize, w: &[Lanes], x: &[Lanes], lanes: &mut [Lanes]) {
     let n = x.len() / width;
     for (w, lanes) in w.chunks_exact(width).zip(lanes.chunks_exact_mut(n)) {
         for (x, lanes) in x.chunks_exact(width).zip(lanes) {
@@ -205,6 +197,12 @@ pub(super) fn folded_scale(scale: E8M0) -> f32 {
 #[inline(always)]
 pub(super) fn fp8_value(scale: E4M3) -> f32 {
     scale_table!(E4M3, 1.0)[usize::from(scale.0)]
+}
+
+/// A block scale of MXFP4, less `2^`[`E8M0_LOWERED`].
+#[inline(always)]
+pub(super) fn lowered_e8m0(scale: E8M0) -> f32 {
+    scale_table!(E8M0, E8M0_FOLDED)[usize::from(scale.0)]
 }
 
 /// Products in [`super::Mode::Int8`].
@@ -297,9 +295,7 @@ pub(super) fn decode_ints(
             }
         }
         Row::Mxfp4 { packed, scale } => {
-            let scales = scale_table!(E8M0, E8M0_FOLDED);
-            let value = |s: &E8M0| scales[usize::from(s.0)];
-            block_scales::<4>(first, out, |i| scale.get(i).map_or(0.0, value));
+            block_scales::<4>(first, out, |i| scale.get(i).map_or(0.0, |s| lowered_e8m0(*s)));
             packed_codes(packed, first, out, |bytes, out| look_up(&RAISED_E2M1, bytes, out));
         }
         Row::Nvfp4 { packed, scale, .. } => {
@@ -348,7 +344,7 @@ pub(super) fn look_up(table: &[u8; 16], bytes: &[u8; 64], out: &mut Codes) {
 /// [`Kernel::multiply`] of integer products: 16 chains of fused multiply-adds in the order of blocks. A link is an exact
 /// integer sum times a block scale, which is exact in the formats of 4-bit floats, times the activations' scale.
 #[inline(always)]
-pub(super) fn multiply_ints(width: usize, w: &[Codes], x: &[Ints], lanes: &mut [Lanes]) {
+fn multiply_ints(width: usize, w: &[Codes], x: &[Ints], lanes: &mut [Lanes]) {
     let n = x.len() / width;
     for (w, lanes) in w.chunks_exact(width).zip(lanes.chunks_exact_mut(n)) {
         for (x, lanes) in x.chunks_exact(width).zip(lanes) {

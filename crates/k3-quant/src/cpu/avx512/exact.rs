@@ -6,11 +6,10 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{folded_scale, fp8_value};
-use super::{
-    DIRECT, LANES, LINE, SHORT_ROW, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales,
-};
+use super::{DIRECT, LANES, load, load_array, store, sum, tree_sum, two_scales};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
+use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales};
 use crate::cpu::product::{FOLDED, Kernel, scaled_exact};
 use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Row, Scales, WeightFormat, int4_value};
 

@@ -6,10 +6,9 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::plain::{self, Codes, E8M0_LOWERED, RAISED_E2M1, padded, scaled_ints};
-use super::{
-    DIRECT, LINE, SHORT_ROW, fetch, fetch_scales, load, load_array, store, sum, tree_sum, two_scales,
-};
+use super::{DIRECT, load, load_array, store, sum, tree_sum, two_scales};
 use crate::cpu::activations::{Blocked, Ints, Lanes, Unit};
+use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales};
 use crate::cpu::product::Kernel;
 use crate::{Matrix, MatrixData, Row, Scales, WeightFormat};
 
