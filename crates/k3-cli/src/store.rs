@@ -12,7 +12,7 @@ use k3_experts::memory::{Machine, rss};
 pub(crate) use k3_experts::plan::parse_bytes;
 use k3_experts::plan::{MemoryPlan, Needs, gigabytes};
 use k3_experts::slab::{Direct, slot_bytes};
-use k3_experts::usage::Usage;
+use k3_experts::usage::{Usage, UsageError};
 use k3_experts::{ExpertStore, SlabOptions, SlabStore};
 use k3_format::Checkpoint;
 use k3_runner::memory::expert_sizes;
@@ -121,7 +121,10 @@ impl StoreArgs {
             Some(Backend::Direct) => "reading past the page cache; try --store buffered".to_owned(),
             _ => format!("opening the experts of {}", checkpoint.dir().display()),
         })?;
-        let usage = opened.slab.as_ref().and_then(|store| self.usage_file(checkpoint, store, &plan));
+        let usage = match &opened.slab {
+            Some(store) => self.usage_file(checkpoint, store, &plan)?,
+            None => None,
+        };
         Ok(Opened { chosen: opened, plan, before, usage })
     }
 
@@ -145,20 +148,27 @@ impl StoreArgs {
         checkpoint: &Checkpoint,
         store: &Arc<SlabStore>,
         plan: &MemoryPlan,
-    ) -> Option<UsageFile> {
+    ) -> Result<Option<UsageFile>> {
         let path = match &self.usage {
-            Some(path) if path == Path::new("none") => return None,
+            Some(path) if path == Path::new("none") => return Ok(None),
             Some(path) => path.clone(),
-            None => cache_folder()?.join("k3").join(format!("{}.usage", checkpoint.identity())),
+            None => match cache_folder() {
+                Some(folder) => folder.join("k3").join(format!("{}.usage", checkpoint.identity())),
+                None => return Ok(None),
+            },
         };
         let geometry = plan.sizes.geometry;
-        let earlier = Usage::load(&path, checkpoint.identity(), geometry).unwrap_or_else(|error| {
-            tell(format_args!("note: {:#}; it will be replaced\n", anyhow::Error::from(error)));
-            None
-        });
+        let earlier = match Usage::load(&path, checkpoint.identity(), geometry) {
+            Err(error @ UsageError::Foreign { .. }) => return Err(error.into()),
+            Err(error) => {
+                tell(format_args!("note: {:#}; it will be replaced\n", anyhow::Error::from(error)));
+                None
+            }
+            Ok(earlier) => earlier,
+        };
         let earlier = earlier.unwrap_or_else(|| Usage::new(geometry));
         let identity = checkpoint.identity();
-        Some(UsageFile { store: store.clone(), path, identity, earlier })
+        Ok(Some(UsageFile { store: store.clone(), path, identity, earlier }))
     }
 }
 

@@ -53,7 +53,13 @@ pub enum UsageError {
         #[source]
         source: Box<ShardError>,
     },
-    /// It is something else, or was damaged.
+    /// It is a file of another kind, which is not replaced.
+    #[error("{path} is no file of uses of experts, and is left as it is: name another")]
+    Foreign {
+        /// Which file.
+        path: PathBuf,
+    },
+    /// It was damaged, or is of another checkpoint.
     #[error("{path} does not hold uses of this checkpoint's experts: {problem}")]
     Content {
         /// Which file.
@@ -138,6 +144,9 @@ impl Usage {
         };
         let mut bytes = Vec::new();
         file.take(MOST_BYTES).read_to_end(&mut bytes).map_err(failed)?;
+        if !bytes.is_empty() && !bytes.starts_with(MAGIC) {
+            return Err(UsageError::Foreign { path: path.to_owned() });
+        }
         let refused = |problem| UsageError::Content { path: path.to_owned(), problem };
         Self::parse(&bytes, identity, geometry).map(Some).map_err(refused)
     }
@@ -179,7 +188,8 @@ impl Usage {
         [MAGIC, identity.as_bytes().as_slice(), &sizes.concat()].concat()
     }
 
-    /// Writes `path`, which is replaced as a whole or not at all. Folders on the way are made.
+    /// Writes `path`, which is replaced as a whole or not at all, and only if it is empty or such a file. Folders on the way
+    /// are made.
     ///
     /// # Errors
     /// [`UsageError`].
@@ -187,6 +197,13 @@ impl Usage {
         let failed = |source| UsageError::Io { what: "writing", path: path.to_owned(), source };
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(failed)?;
+        }
+        if let Ok(file) = File::open(path) {
+            let mut begin = Vec::new();
+            file.take(MAGIC.len() as u64).read_to_end(&mut begin).map_err(failed)?;
+            if !begin.is_empty() && begin != MAGIC {
+                return Err(UsageError::Foreign { path: path.to_owned() });
+            }
         }
         let mut bytes = self.head(identity);
         bytes.extend(self.tokens.to_le_bytes());

@@ -305,7 +305,6 @@ fn uses_are_kept_in_a_file() {
     };
     check(&[], "too short");
     check(&good[..good.len() - 1], "checksum");
-    check(&[b"K3USAGE2", &good[8..]].concat(), "other bytes");
     let mut flipped = good.clone();
     flipped[70] ^= 1;
     check(&flipped, "checksum");
@@ -319,6 +318,16 @@ fn uses_are_kept_in_a_file() {
     let mut other = good[..good.len() - 32].to_vec();
     other[9] ^= 1;
     check(&sealed(&other), "another checkpoint");
+
+    // A file of another kind is not replaced.
+    let foreign = [b"K3USAGE2", &good[8..]].concat();
+    std::fs::write(&path, &foreign).unwrap();
+    for error in
+        [Usage::load(&path, identity, GEOMETRY).unwrap_err(), usage.save(&path, identity).unwrap_err()]
+    {
+        assert!(matches!(error, UsageError::Foreign { .. }), "{error}");
+    }
+    assert_eq!(std::fs::read(&path).unwrap(), foreign);
 }
 
 #[test]
