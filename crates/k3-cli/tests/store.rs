@@ -135,11 +135,17 @@ fn uses_are_kept_between_runs() {
     let second = told(&arguments);
     assert_eq!(hash(&first), hash(&second));
 
-    std::fs::write(&path, "nonsense").unwrap();
+    let kept = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &kept[..kept.len() / 2]).unwrap();
     let third = told(&arguments);
     assert!(third.contains("does not hold uses of this checkpoint's experts"), "{third}");
     assert!(third.contains("it will be replaced") && hash(&third) == hash(&first), "{third}");
     assert!(!told(&arguments).contains("does not hold uses"));
+
+    std::fs::write(&path, "a letter").unwrap();
+    let (success, refused) = run(Command::new(env!("CARGO_BIN_EXE_k3")), &arguments);
+    assert!(!success && refused.contains("is left as it is"), "{refused}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"a letter");
 
     // In the user's cache, unless it is told not to.
     let cache = |arguments: &[&str]| {
