@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::Subcommand;
+use k3_experts::memory::peak_rss;
 use k3_format::{Checkpoint, OpenOptions};
 
 /// Measure something, and the limit it should be compared with
@@ -142,7 +143,7 @@ fn index(dir: &Path, repeat: usize) -> Result<()> {
     let (bytes, plain) = read_descriptions(dir)?;
     let (megabytes, seconds) = (bytes as f64 / 1e6, plain.as_secs_f64());
     writeln!(out, "plain read of index and headers: {megabytes:.1} MB in {seconds:.3} s")?;
-    let before = peak_memory();
+    let before = peak_rss();
     for _ in 0..repeat.max(1) {
         let start = Instant::now();
         let checkpoint = Checkpoint::open(dir, &OpenOptions::default())?;
@@ -155,7 +156,7 @@ fn index(dir: &Path, repeat: usize) -> Result<()> {
             seconds / plain.as_secs_f64(),
         )?;
     }
-    match (before, peak_memory()) {
+    match (before, peak_rss()) {
         (Some(before), Some(peak)) => {
             writeln!(
                 out,
@@ -196,11 +197,4 @@ fn read_descriptions(dir: &Path) -> Result<(u64, Duration)> {
         }
     }
     Ok((bytes, start.elapsed()))
-}
-
-/// The most memory this process has had resident, in bytes.
-fn peak_memory() -> Option<u64> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
-    line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok().map(|kb| kb * 1024)
 }

@@ -396,21 +396,15 @@ fn measure_memory() -> Result<f64> {
     const BYTES: usize = 128 << 20;
     const PASSES: usize = 4;
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(16);
-    let mut words = Vec::new();
-    words.try_reserve_exact(threads * BYTES / 8).context("no memory to measure memory with")?;
-    words.resize(threads * BYTES / 8, 1_u64);
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(threads * BYTES).context("no memory to measure memory with")?;
+    bytes.resize(threads * BYTES, 1_u8);
     let mut best = 0.0_f64;
     for _ in 0..PASSES {
         let begin = Instant::now();
         std::thread::scope(|scope| {
-            for part in words.chunks(BYTES / 8) {
-                scope.spawn(move || {
-                    let sums = part.chunks_exact(8).fold([0_u64; 8], |mut sums, word| {
-                        sums.iter_mut().zip(word).for_each(|(sum, word)| *sum ^= word);
-                        sums
-                    });
-                    std::hint::black_box(sums);
-                });
+            for part in bytes.chunks(BYTES) {
+                scope.spawn(move || std::hint::black_box(k3_quant::cpu::probe::read(part, None)));
             }
         });
         best = best.max((threads * BYTES) as f64 / begin.elapsed().as_secs_f64());

@@ -29,12 +29,12 @@ mod activations;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-mod dot;
 mod plain;
 #[cfg(target_arch = "x86_64")]
 mod prefetch;
 pub mod probe;
 mod product;
+mod tree;
 pub mod vector;
 
 use std::ops::Range;
@@ -44,7 +44,6 @@ use crate::Matrix;
 
 use activations::Values;
 pub use activations::{ACTIVATION_GROUP, Activations, Mode, UnknownMode};
-pub use dot::{dot_f32, square_sum};
 #[doc(hidden)]
 pub use plain::kernel_code_value;
 use product::product;

@@ -8,12 +8,12 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use k3_experts::memory::peak_rss;
 use k3_graph::{Cpu, Mode};
 use k3_runner::{Engine, Sequence};
 use serde_json::json;
 
 use super::limits::{Limits, Reader, flops};
-use super::peak_memory;
 use super::profile::{Profile, Profiled};
 use crate::open::OpenArgs;
 use crate::prompt::fixed_prompt;
@@ -94,7 +94,7 @@ pub(super) fn run(args: &Args, tokens: usize, busy: bool) -> Result<()> {
     engine.prefill(&mut sequence, prompt)?;
     decode(&engine, &mut sequence, warm)?;
     // Before there is a buffer to read.
-    let (peak, threads) = (peak_memory(), threads(args)?);
+    let (peak, threads) = (peak_rss(), threads(args)?);
     // The rate of memory moves with what the neighbours of a virtual machine do: it is taken after every token.
     let reader = Reader::new(threads);
     engine.model().device().take();

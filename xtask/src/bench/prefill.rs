@@ -4,11 +4,11 @@ use std::io::Write;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use k3_experts::memory::peak_rss;
 use serde_json::{Value, json};
 
 use super::decode::{Args, print_memory, size, threads};
 use super::limits::Limits;
-use super::peak_memory;
 use super::profile::Profile;
 use crate::prompt::fixed_prompt;
 
@@ -81,7 +81,7 @@ pub(super) fn run(args: &Args, tokens: &[usize]) -> Result<()> {
         }
         runs.extend(best);
     }
-    let (peak, size) = (peak_memory(), size(&args.model)?);
+    let (peak, size) = (peak_rss(), size(&args.model)?);
     drop(engine);
     // Last: its buffer is no part of the peak.
     let threads = threads(args)?;

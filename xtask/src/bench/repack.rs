@@ -8,10 +8,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use indicatif::DecimalBytes;
+use k3_experts::memory::peak_rss;
 use k3_format::repack::{IoMode, Recipe, Repack, RunOptions};
 use k3_format::{Checkpoint, OpenOptions};
-
-use super::peak_memory;
 
 /// Arguments of `cargo xtask bench repack`.
 #[derive(Clone, Debug, clap::Args)]
@@ -70,7 +69,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             }
         }
     }
-    match peak_memory() {
+    match peak_rss() {
         Some(peak) => writeln!(out, "peak memory {:.0} MB", peak as f64 / 1e6)?,
         None => writeln!(out, "peak memory not measured: there is no /proc here")?,
     }

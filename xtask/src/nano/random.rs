@@ -207,6 +207,15 @@ impl Device for RandomSelection {
     ) -> Done<()> {
         self.cpu.expert_ffn(expert, z, uses, caps, out)
     }
+    fn experts_ffn(
+        &self,
+        experts: Vec<(Expert, Vec<ExpertUse>)>,
+        z: &Act,
+        caps: SituCaps,
+        out: &mut Act,
+    ) -> Done<()> {
+        self.cpu.experts_ffn(experts, z, caps, out)
+    }
     fn expert_sum(&self, outputs: &Act, routing: &Routing) -> Done<Act> {
         self.cpu.expert_sum(outputs, routing)
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::activations::{Blocked, Lanes, Unit};
-use super::dot::tree_sum;
+use super::tree::tree_sum;
 use crate::{Matrix, Row, WeightFormat};
 
 /// Weight rows that meet the same blocks of activations: those of [`TOKENS`] rows stay in the second-level cache, with all

@@ -151,7 +151,7 @@ pub(super) fn softmax<L: Lanes>(x: &mut [f32]) {
     for (sum, x) in sums.iter_mut().zip(rest) {
         *sum += f64::from(*x);
     }
-    let scale = (1.0 / super::products::tree_sum_f64(sums)) as f32;
+    let scale = (1.0 / crate::cpu::tree::tree_sum(sums)) as f32;
     x.iter_mut().for_each(|x| *x *= scale);
 }
 

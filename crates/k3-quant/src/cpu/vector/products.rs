@@ -2,6 +2,7 @@
 
 use super::{DeltaToken, IndexHeads, KEY_LANES, Lanes, VALUE_LANES};
 use crate::cpu::LANES;
+use crate::cpu::tree::tree_sum;
 
 /// Columns of an indexer's dot that are summed before they join the total.
 const DOT_BLOCK: usize = 32;
@@ -17,29 +18,10 @@ fn padded(x: &[f32]) -> [f32; LANES] {
 }
 
 #[inline(always)]
-fn tree_sum<L: Lanes>(x: L::Lanes) -> f32 {
+fn sum<L: Lanes>(x: L::Lanes) -> f32 {
     let mut sums = [0.0; LANES];
     L::store(x, &mut sums);
-    let mut width = LANES / 2;
-    while width > 0 {
-        for j in 0..width {
-            sums[j] += sums[j + width];
-        }
-        width /= 2;
-    }
-    sums[0]
-}
-
-#[inline(always)]
-pub(super) fn tree_sum_f64(mut sums: [f64; LANES]) -> f64 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for j in 0..width {
-            sums[j] += sums[j + width];
-        }
-        width /= 2;
-    }
-    sums[0]
+    tree_sum(sums)
 }
 
 #[inline(always)]
@@ -73,7 +55,7 @@ fn tile<L: Lanes, const M: usize, const N: usize>(a: [&[f32]; M], b: [&[f32]; N]
             }
         }
     }
-    sums.map(|sums| sums.map(|sum| tree_sum::<L>(sum)))
+    sums.map(|sums| sums.map(|lanes| sum::<L>(lanes)))
 }
 
 /// Row `i` of `x [_, width]`.
@@ -233,7 +215,7 @@ pub(super) fn square_sum<L: Lanes>(x: &[f32]) -> f64 {
     for (sum, x) in sums.iter_mut().zip(rest) {
         *sum += f64::from(*x) * f64::from(*x);
     }
-    tree_sum_f64(sums)
+    tree_sum(sums)
 }
 
 #[inline(always)]
