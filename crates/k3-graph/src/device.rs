@@ -8,15 +8,21 @@
 //! * A sum has one fixed shape, whatever the number of threads or work items.
 //! * Rows of a sequence are in order of position, and all rows of one sequence are adjacent.
 //!
+//! A device may work behind the caller's back: a method then queues work and returns. Only what the host has to know
+//! waits ([`Device::download`], [`Device::route`] and their like), an error may name a later operation than the one that
+//! failed, and what is dropped is freed when the work that uses it is done. `docs/devices.md` follows a token through
+//! such a device.
+//!
 //! Non-finite values are data: they never panic, stay within their sequence, and are reported where a selection
 //! meets them ([`Routing::non_finite`], [`Selected::NonFinite`]).
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
-use k3_experts::Expert;
-use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
-use k3_quant::Matrix;
+use k3_experts::{Completion, Expert};
+pub use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
+pub use k3_quant::Matrix;
 
 use crate::scalar::{keep_top_p, router_weights};
 use crate::select::{Score, select_experts, select_keys};
@@ -33,9 +39,9 @@ pub trait Device: Send + Sync {
     /// A small vector of weights.
     type Vector: Send + Sync;
     /// State of a KDA layer: the last inputs of the three convolutions, and one matrix `[key, value]` a head.
-    type KdaState: Clone + Send;
+    type KdaState: Send;
     /// State of a full-attention layer: a latent, an extra key and (K3.1) an indexer key for every token.
-    type MlaState: Clone + Send;
+    type MlaState: Send;
     /// The keys that the rows of a batch attend.
     type Selection: Send;
     /// Bytes of a value of [`Device::Act`].
@@ -184,32 +190,28 @@ pub trait Device: Send + Sync {
     ) -> Result<Routing, DeviceError>;
     /// Room for the outputs of routed experts: `rows` of `width`, zero.
     fn expert_outputs(&self, rows: usize, width: usize) -> Result<Self::Act, DeviceError>;
-    /// `w2 situ(w1 z, w3 z)` for the rows of `z` in `uses`, each into its row of `out`. The device keeps the lease
-    /// until its last read of the weights is done.
-    fn expert_ffn(
-        &self,
-        expert: Expert,
-        z: &Self::Act,
-        uses: &[ExpertUse],
-        caps: SituCaps,
-        out: &mut Self::Act,
-    ) -> Result<(), DeviceError>;
-    /// [`Device::expert_ffn`] of several experts that are there at once: the same results, and one start for all of them
-    /// where a device gains from it.
+    /// `w2 situ(w1 z, w3 z)` of experts that are there, for the rows of `z` that use them, each into its row of `out`.
+    /// How experts are grouped into calls changes no bit.
+    ///
+    /// `None`: nothing reads the weights any more. A device that still does returns what tells the end of it, and the
+    /// caller keeps the leases until then. These complete by themselves, in the order of the calls. With an error nothing is
+    /// read any more.
     fn experts_ffn(
         &self,
-        experts: Vec<(Expert, Vec<ExpertUse>)>,
+        experts: &[ExpertWork],
         z: &Self::Act,
         caps: SituCaps,
         out: &mut Self::Act,
-    ) -> Result<(), DeviceError> {
-        experts.into_iter().try_for_each(|(expert, uses)| self.expert_ffn(expert, z, &uses, caps, out))
-    }
+    ) -> Result<Option<InFlight>, DeviceError>;
     /// `sum_j weight[r][j] * outputs[r * k + j]` for every row `r`, in rank order `j`.
     fn expert_sum(&self, outputs: &Self::Act, routing: &Routing) -> Result<Self::Act, DeviceError>;
 
     // State transfer.
 
+    /// A KDA state of its own with the same values. Not `Clone`: the device's memory may not have room for it.
+    fn copy_kda(&self, state: &Self::KdaState) -> Result<Self::KdaState, DeviceError>;
+    /// A full-attention state of its own with the same values.
+    fn copy_mla(&self, state: &Self::MlaState) -> Result<Self::MlaState, DeviceError>;
     /// The parts of a KDA state, in the device's own precision.
     fn export_kda(&self, state: &Self::KdaState) -> Result<Vec<StateTensor>, DeviceError>;
     /// A KDA state from its parts.
@@ -492,6 +494,12 @@ pub struct ExpertUse {
     /// Row of `out`: `row * k + rank`.
     pub slot: usize,
 }
+
+/// An expert that is there, and its uses by a batch.
+pub type ExpertWork = (Expert, Vec<ExpertUse>);
+
+/// Tells when work that was queued has read its operands.
+pub type InFlight = Arc<dyn Completion + Sync>;
 
 /// A part of a layer's state on the host.
 #[derive(Clone, Debug, PartialEq)]

@@ -431,7 +431,13 @@ impl<D: Device> Pass<'_, '_, D> {
                 uses += group[group.len() - 1].1.len();
             }
             found += group.len();
-            device.experts_ffn(group, &z, self.model.situ_caps(), &mut outputs)?;
+            let in_flight = device.experts_ffn(&group, &z, self.model.situ_caps(), &mut outputs)?;
+            if let Some(after) = in_flight {
+                for (expert, _) in group {
+                    let after = after.clone();
+                    store.retire(expert, Box::new(move || after.is_complete()));
+                }
+            }
         }
         drop(arrivals);
         if found != plan.wanted.len() {

@@ -19,6 +19,7 @@
 pub const ARITHMETIC: u32 = 2;
 
 mod cpu;
+mod delegate;
 pub mod device;
 mod forward;
 mod model;

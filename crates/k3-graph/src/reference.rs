@@ -1,12 +1,11 @@
 //! The plain device: f64, one loop after the other, written to be compared with `docs/arithmetic.md` line by line.
 
-use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_quant::{Matrix, reference::matmul_f64};
 
 use crate::device::{
-    Conv, Device, DeviceError, ExpertUse, IndexQuery, KdaStep, MlaAttend, RouterRule, Routing, Selected,
-    Selection, SequenceRows, SituCaps, StateTensor, StateValues, take_parts,
+    Conv, Device, DeviceError, ExpertWork, InFlight, IndexQuery, KdaStep, MlaAttend, RouterRule, Routing,
+    Selected, Selection, SequenceRows, SituCaps, StateTensor, StateValues, take_parts,
 };
 use crate::scalar::{self, L2_NORM_EPS, kda_log_decay, relu, sigmoid, silu, situ_glu};
 
@@ -417,20 +416,22 @@ impl Device for Reference {
         Ok(Rows::zeros(rows, width))
     }
 
-    fn expert_ffn(
+    fn experts_ffn(
         &self,
-        expert: Expert,
+        experts: &[ExpertWork],
         z: &Rows,
-        uses: &[ExpertUse],
         caps: SituCaps,
         out: &mut Rows,
-    ) -> Result<(), DeviceError> {
-        for u in uses {
-            let z = self.select_rows(z, &[u.row])?;
-            let inner = self.situ_glu(&self.linear(&expert.w1, &z)?, &self.linear(&expert.w3, &z)?, caps)?;
-            out.row_mut(u.slot).copy_from_slice(&self.linear(&expert.w2, &inner)?.values);
+    ) -> Result<Option<InFlight>, DeviceError> {
+        for (expert, uses) in experts {
+            for u in uses {
+                let z = self.select_rows(z, &[u.row])?;
+                let (gate, up) = (self.linear(&expert.w1, &z)?, self.linear(&expert.w3, &z)?);
+                let inner = self.situ_glu(&gate, &up, caps)?;
+                out.row_mut(u.slot).copy_from_slice(&self.linear(&expert.w2, &inner)?.values);
+            }
         }
-        Ok(())
+        Ok(None)
     }
 
     fn expert_sum(&self, outputs: &Rows, routing: &Routing) -> Result<Rows, DeviceError> {
@@ -440,6 +441,14 @@ impl Device for Reference {
             sum.row_mut(slot / k).iter_mut().zip(outputs.row(slot)).for_each(|(y, f)| *y += w * f);
         }
         Ok(sum)
+    }
+
+    fn copy_kda(&self, state: &KdaState) -> Result<KdaState, DeviceError> {
+        Ok(state.clone())
+    }
+
+    fn copy_mla(&self, state: &MlaState) -> Result<MlaState, DeviceError> {
+        Ok(state.clone())
     }
 
     fn export_kda(&self, state: &KdaState) -> Result<Vec<StateTensor>, DeviceError> {

@@ -9,7 +9,8 @@ use crate::device::{Device, DeviceError, StateTensor};
 /// State of one sequence at exactly one position: KDA states, convolution windows, latents and indexer keys of all
 /// layers. AttnRes needs nothing between tokens.
 ///
-/// KDA's recurrence cannot be wound back, so a state only moves forward; keep a clone to return to.
+/// KDA's recurrence cannot be wound back, so a state only moves forward; keep a copy ([`SequenceState::try_clone`]) to
+/// return to.
 pub struct SequenceState<D: Device> {
     pub(crate) shape: Arc<StateShape>,
     pub(crate) position: usize,
@@ -36,26 +37,6 @@ pub enum LayerState<D: Device> {
     Kda(D::KdaState),
     /// Full attention.
     Mla(D::MlaState),
-}
-
-impl<D: Device> Clone for LayerState<D> {
-    fn clone(&self) -> Self {
-        match self {
-            Self::Kda(s) => Self::Kda(s.clone()),
-            Self::Mla(s) => Self::Mla(s.clone()),
-        }
-    }
-}
-
-impl<D: Device> Clone for SequenceState<D> {
-    fn clone(&self) -> Self {
-        Self {
-            shape: self.shape.clone(),
-            position: self.position,
-            layers: self.layers.clone(),
-            broken: self.broken,
-        }
-    }
 }
 
 impl<D: Device> std::fmt::Debug for SequenceState<D> {
@@ -186,23 +167,38 @@ impl<D: Device> SequenceState<D> {
         self.broken
     }
 
-    /// Copies everything to the host.
-    pub fn export(&self, device: &D) -> Result<ExportedState, StateError> {
+    /// A state of its own at the same position, on the device that holds this one.
+    ///
+    /// # Errors
+    /// If the device has no room for it, or a failed pass left this one unusable.
+    pub fn try_clone(&self, device: &D) -> Result<Self, StateError> {
+        let layers = self.each_layer(|state| {
+            Ok(match state {
+                LayerState::Kda(s) => LayerState::Kda(device.copy_kda(s)?),
+                LayerState::Mla(s) => LayerState::Mla(device.copy_mla(s)?),
+            })
+        })?;
+        Ok(Self { shape: self.shape.clone(), position: self.position, layers, broken: false })
+    }
+
+    /// Something of each layer of a state that is whole.
+    fn each_layer<T>(
+        &self,
+        of: impl Fn(&LayerState<D>) -> Result<T, DeviceError>,
+    ) -> Result<Vec<T>, StateError> {
         if self.broken {
             return Err(StateError::Broken { position: self.position });
         }
-        let layers = self
-            .layers
-            .iter()
-            .enumerate()
-            .map(|(layer, state)| {
-                match state {
-                    LayerState::Kda(s) => device.export_kda(s),
-                    LayerState::Mla(s) => device.export_mla(s),
-                }
-                .map_err(|source| StateError::Layer { layer, source })
-            })
-            .collect::<Result<_, _>>()?;
+        let layers = self.layers.iter().enumerate();
+        layers.map(|(layer, state)| of(state).map_err(|source| StateError::Layer { layer, source })).collect()
+    }
+
+    /// Copies everything to the host.
+    pub fn export(&self, device: &D) -> Result<ExportedState, StateError> {
+        let layers = self.each_layer(|state| match state {
+            LayerState::Kda(s) => device.export_kda(s),
+            LayerState::Mla(s) => device.export_mla(s),
+        })?;
         Ok(ExportedState { device: device.kind().to_owned(), position: self.position, layers })
     }
 

@@ -36,7 +36,8 @@ fn what_is_foreseen_is_what_is_needed() {
     for name in ["tiny-k3", "tiny-k31", "dims-k31"] {
         let checkpoint = Arc::new(Checkpoint::open(&fixture(name), &OpenOptions::default()).unwrap());
         let (config, store) = (checkpoint.config().clone(), MappedStore::new(checkpoint.clone()));
-        let device = Cpu::new(2).unwrap();
+        // One thread: of several, each may hold the inner values of another expert, or not, as they are scheduled.
+        let device = Cpu::new(1).unwrap();
         let model =
             Model::load(device, config.clone(), &*checkpoint, &ModelOptions::default(), &mut |_, _| {})
                 .unwrap();
@@ -56,8 +57,8 @@ fn what_is_foreseen_is_what_is_needed() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:?}");
-    // As docs/architecture.md says: a prompt of 3,267 tokens is one chunk.
-    assert_eq!((released(), (2 << 30) / released()), (657_128, 3267));
+    // As docs/architecture.md says: a prompt of 3,266 tokens is one chunk.
+    assert_eq!((released(), (2 << 30) / released()), (657_416, 3266));
 }
 
 /// Of the released K3.1 Pro.

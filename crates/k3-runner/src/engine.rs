@@ -7,7 +7,7 @@ use k3_experts::{ExpertStore, MappedStore};
 use k3_format::{Checkpoint, OpenOptions};
 use k3_graph::{
     Device, DeviceError, ForwardError, Logits, LogitsWanted, Model, ModelOptions, Observer, SequenceState,
-    Silent, Span, SpanResult, check_tokens,
+    Silent, Span, SpanResult, StateError, check_tokens,
 };
 
 use crate::memory::chunk_tokens;
@@ -83,12 +83,6 @@ pub struct Step<'a, D: Device> {
     pub tokens: &'a [u32],
     /// Of which positions logits are wanted.
     pub logits: LogitsWanted,
-}
-
-impl<D: Device> Clone for Sequence<D> {
-    fn clone(&self) -> Self {
-        Self { state: self.state.clone(), tokens: self.tokens.clone() }
-    }
 }
 
 impl<D: Device> std::fmt::Debug for Sequence<D> {
@@ -211,6 +205,12 @@ impl<D: Device> Engine<D> {
     /// A sequence without tokens.
     pub fn new_sequence(&self) -> Result<Sequence<D>, DeviceError> {
         Ok(Sequence { state: self.model.new_state()?, tokens: Vec::new() })
+    }
+
+    /// A sequence of its own that has consumed the same ids: a snapshot to return to, or a second reply to one prompt.
+    pub fn fork(&self, sequence: &Sequence<D>) -> Result<Sequence<D>, StateError> {
+        let state = sequence.state.try_clone(self.model.device())?;
+        Ok(Sequence { state, tokens: sequence.tokens.clone() })
     }
 
     /// Consumes `tokens` in chunks and returns the logits after the last of them.

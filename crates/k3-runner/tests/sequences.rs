@@ -172,12 +172,12 @@ fn a_state_of_something_else_is_refused_with_the_reason() {
 
 /// A copy goes its own way, and the original is where it was.
 #[test]
-fn a_clone_is_a_snapshot() {
+fn a_fork_is_a_snapshot() {
     let engine = open("tiny-k31");
     let ids = prompt(50);
     let mut sequence = engine.new_sequence().unwrap();
     engine.prefill(&mut sequence, &ids[..30]).unwrap();
-    let mut copy = sequence.clone();
+    let mut copy = engine.fork(&sequence).unwrap();
     let first = finish(&engine, &mut sequence, &ids[30..]);
     assert_eq!(finish(&engine, &mut copy, &ids[30..]), first);
 }

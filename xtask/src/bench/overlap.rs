@@ -191,7 +191,9 @@ pub(super) fn run(args: &Args) -> Result<()> {
         let taped = Taped::new(&resident, None);
         let mut state = bench.model.new_state()?;
         bench.decode(&taped, &mut state, warm)?;
-        let after_warm = state.clone();
+        let after_warm = state;
+        let again = || after_warm.try_clone(bench.model.device());
+        let mut state = again()?;
         bench.decode(&taped, &mut state, timed)?;
         let asked = taped.take();
         let trace = trace(geometry, &asked)?;
@@ -199,13 +201,13 @@ pub(super) fn run(args: &Args) -> Result<()> {
             let slots = slots_for(&trace, args.tokens, wanted);
             let mut runs = Vec::new();
             for _ in 0..args.repeat {
-                let arithmetic = bench.decode(&resident, &mut after_warm.clone(), timed)?;
+                let arithmetic = bench.decode(&resident, &mut again()?, timed)?;
                 let store = bench.store(slots)?;
                 bench.decode(&store, &mut bench.model.new_state()?, warm)?;
                 let before = store.counters();
                 let future = args.published_guesses.then_some(&asked[asked.len() / 2..]);
                 let taped = Taped::new(&store, future);
-                let wall = bench.decode(&taped, &mut after_warm.clone(), timed)?;
+                let wall = bench.decode(&taped, &mut again()?, timed)?;
                 let after = store.counters();
                 let hit_rate =
                     (after.hits - before.hits) as f64 / (after.requested - before.requested) as f64;

@@ -6,10 +6,10 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::Result;
-use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_graph::device::{
-    Conv, ExpertUse, IndexQuery, KdaStep, MlaAttend, RouterRule, SequenceRows, SituCaps, StateTensor,
+    Conv, ExpertWork, InFlight, IndexQuery, KdaStep, MlaAttend, RouterRule, SequenceRows, SituCaps,
+    StateTensor,
 };
 use k3_graph::{Device, DeviceError, Routing, Selection};
 use k3_quant::Matrix;
@@ -392,26 +392,15 @@ impl<D: Device> Device for Profiled<D> {
         self.act("expert_outputs", rows, |d| d.expert_outputs(rows, width))
     }
 
-    fn expert_ffn(
-        &self,
-        expert: Expert,
-        z: &Self::Act,
-        uses: &[ExpertUse],
-        caps: SituCaps,
-        out: &mut Self::Act,
-    ) -> Result<(), DeviceError> {
-        self.experts_ffn(vec![(expert, uses.to_vec())], z, caps, out)
-    }
-
     fn experts_ffn(
         &self,
-        experts: Vec<(Expert, Vec<ExpertUse>)>,
+        experts: &[ExpertWork],
         z: &Self::Act,
         caps: SituCaps,
         out: &mut Self::Act,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Option<InFlight>, DeviceError> {
         let (mut bytes, mut products) = (0, 0);
-        for (expert, uses) in &experts {
+        for (expert, uses) in experts {
             for matrix in [&expert.w1, &expert.w2, &expert.w3] {
                 bytes += matrix.size_bytes();
                 products += matrix.rows() * matrix.cols() * uses.len();
@@ -423,6 +412,14 @@ impl<D: Device> Device for Profiled<D> {
     fn expert_sum(&self, outputs: &Self::Act, routing: &Routing) -> Result<Self::Act, DeviceError> {
         let rows = outputs.rows / routing.experts_per_token.max(1);
         self.act("expert_sum", rows, |d| d.expert_sum(&outputs.inner, routing))
+    }
+
+    fn copy_kda(&self, state: &Self::KdaState) -> Result<Self::KdaState, DeviceError> {
+        self.inner.copy_kda(state)
+    }
+
+    fn copy_mla(&self, state: &Self::MlaState) -> Result<Self::MlaState, DeviceError> {
+        self.inner.copy_mla(state)
     }
 
     fn export_kda(&self, state: &Self::KdaState) -> Result<Vec<StateTensor>, DeviceError> {

@@ -14,15 +14,14 @@ mod topology;
 
 use std::ops::Range;
 
-use k3_experts::Expert;
 use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
 use k3_quant::Matrix;
 use k3_quant::cpu::Mode;
 use k3_quant::cpu::vector::Vectors;
 
 use crate::device::{
-    Conv, Device, DeviceError, ExpertUse, IndexQuery, KdaStep, MlaAttend, RouterRule, Routing, Selection,
-    SequenceRows, SituCaps, StateTensor,
+    Conv, Device, DeviceError, ExpertWork, InFlight, IndexQuery, KdaStep, MlaAttend, RouterRule, Routing,
+    Selection, SequenceRows, SituCaps, StateTensor,
 };
 use crate::scalar::sigmoid;
 
@@ -323,26 +322,15 @@ impl Device for Cpu {
         Ok(Rows::zeros(rows, width))
     }
 
-    fn expert_ffn(
-        &self,
-        expert: Expert,
-        z: &Rows,
-        uses: &[ExpertUse],
-        caps: SituCaps,
-        out: &mut Rows,
-    ) -> Result<(), DeviceError> {
-        self.experts_ffn(vec![(expert, uses.to_vec())], z, caps, out)
-    }
-
     fn experts_ffn(
         &self,
-        experts: Vec<(Expert, Vec<ExpertUse>)>,
+        experts: &[ExpertWork],
         z: &Rows,
         caps: SituCaps,
         out: &mut Rows,
-    ) -> Result<(), DeviceError> {
-        product::experts(&self.threads, self.vectors, self.mode, &experts, z, caps, out);
-        Ok(())
+    ) -> Result<Option<InFlight>, DeviceError> {
+        product::experts(&self.threads, self.vectors, self.mode, experts, z, caps, out);
+        Ok(None)
     }
 
     fn expert_sum(&self, outputs: &Rows, routing: &Routing) -> Result<Rows, DeviceError> {
@@ -353,6 +341,14 @@ impl Device for Cpu {
                 self.vectors.add_scaled(routing.weights[slot] as f32, outputs.row(slot), out);
             }
         }))
+    }
+
+    fn copy_kda(&self, state: &KdaState) -> Result<KdaState, DeviceError> {
+        Ok(state.clone())
+    }
+
+    fn copy_mla(&self, state: &MlaState) -> Result<MlaState, DeviceError> {
+        Ok(state.clone())
     }
 
     fn export_kda(&self, state: &KdaState) -> Result<Vec<StateTensor>, DeviceError> {

@@ -7,8 +7,9 @@ use crate::device::ranks_told;
 
 /// Columns to which the kernels round a row of activations up.
 const STEP: usize = 32;
-/// Where rows begin, for those who work on parts of them: some pointers a row, in values.
-const HANDLES: usize = 24;
+/// What a row costs whatever its width, in values: where it begins, for those who work on parts of it, and its place
+/// among the scores of the rows that are attended at once.
+const HANDLES: usize = 96;
 
 /// Bytes that a pass of several tokens keeps at its peak for each of them, on a device with activations of
 /// `value_bytes` ([`crate::Device::VALUE_BYTES`]): a function of the config alone, so that a prompt can be cut before

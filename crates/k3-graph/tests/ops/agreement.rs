@@ -465,8 +465,8 @@ fn experts<D: Device>(d: &D, format: WeightFormat) -> Vec<f32> {
     let uses = |uses: &[(usize, usize)]| -> Vec<ExpertUse> {
         uses.iter().map(|&(row, slot)| ExpertUse { row, slot }).collect()
     };
-    d.expert_ffn(second, &z, &uses(&[(2, 5), (0, 0), (3, 7)]), CAPS, &mut out).unwrap();
-    d.expert_ffn(first, &z, &uses(&[(1, 2), (0, 1), (2, 4)]), CAPS, &mut out).unwrap();
+    d.experts_ffn(&[(second, uses(&[(2, 5), (0, 0), (3, 7)]))], &z, CAPS, &mut out).unwrap();
+    d.experts_ffn(&[(first, uses(&[(1, 2), (0, 1), (2, 4)]))], &z, CAPS, &mut out).unwrap();
     let routing = k3_graph::Routing {
         experts_per_token: 2,
         ids: vec![8, 3, 3, 0, 3, 8, 0, 8],
@@ -502,13 +502,13 @@ fn groups_of_experts() {
         };
         let mut alone = d.expert_outputs(rows * 5, latent).unwrap();
         for (e, expert) in experts.iter().enumerate() {
-            d.expert_ffn(expert.clone(), &z, &uses(e), CAPS, &mut alone).unwrap();
+            d.experts_ffn(&[(expert.clone(), uses(e))], &z, CAPS, &mut alone).unwrap();
         }
         for groups in [vec![vec![0, 1, 2, 3, 4]], vec![vec![4, 1], vec![2], vec![3, 0]]] {
             let mut out = d.expert_outputs(rows * 5, latent).unwrap();
             for group in groups {
-                let group = group.into_iter().map(|e| (experts[e].clone(), uses(e))).collect();
-                d.experts_ffn(group, &z, CAPS, &mut out).unwrap();
+                let group: Vec<_> = group.into_iter().map(|e| (experts[e].clone(), uses(e))).collect();
+                d.experts_ffn(&group, &z, CAPS, &mut out).unwrap();
             }
             let bits = |act| -> Vec<u32> { d.download(act).unwrap().iter().map(|v| v.to_bits()).collect() };
             assert_eq!(bits(&out), bits(&alone), "{format:?}");

@@ -16,7 +16,7 @@ fn fail<D: Device>(model: &Model<D>, fault: Fault, order: Order) -> ForwardError
     let faulty = MemoryStore::new(model.config()).with_fault(fault).with_order(order);
     let mut states = [model.new_state().unwrap(), model.new_state().unwrap()];
     run(model, &sound, &mut states[1], &prompt(1, 4), LogitsWanted::None);
-    let kept = states[1].clone();
+    let kept = states[1].try_clone(model.device()).unwrap();
 
     let (many, one) = (prompt(2, 9), prompt(3, 1));
     let [a, b] = &mut states;

@@ -185,7 +185,7 @@ fn cancelling() {
     for layers in [1, 4, 7] {
         let mut state = model.new_state().unwrap();
         run(&model, &store, &mut state, &[1, 2, 3], LogitsWanted::None);
-        let kept = state.clone();
+        let kept = state.try_clone(model.device()).unwrap();
         store.take_calls();
         let observer = &mut Impatient(layers);
         let error = try_run(&model, &store, &mut state, &[4], LogitsWanted::Last, observer).unwrap_err();
@@ -198,7 +198,7 @@ fn cancelling() {
             ForwardError::State { span: 0, source: StateError::Broken { position: 3 } }
         ));
         // The snapshot from before goes on.
-        run(&model, &store, &mut kept.clone(), &[4], LogitsWanted::Last);
+        run(&model, &store, &mut { kept }, &[4], LogitsWanted::Last);
     }
 }
 

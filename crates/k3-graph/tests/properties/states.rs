@@ -32,7 +32,7 @@ fn a_copy_and_a_restored_state_go_on_with_the_same_bits() {
                 state = state_after(&model, &prompt(60, tokens));
             }
             assert_eq!(state.position(), tokens);
-            let mut copy = state.clone();
+            let mut copy = state.try_clone(model.device()).unwrap();
             let exported = state.export(model.device()).unwrap();
             let mut restored = model.import_state(&exported).unwrap();
             assert_eq!((exported.position, restored.position()), (tokens, tokens));
