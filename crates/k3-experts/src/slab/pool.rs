@@ -141,6 +141,13 @@ impl Pool {
         self.drives.issue(ticket, buffer);
     }
 
+    /// Of a guess that was started, so many bytes will not be read; `is_all` if none will.
+    pub(super) fn unguess(&self, bytes: u64, is_all: bool) {
+        let mut inner = self.inner();
+        inner.guesses -= u64::from(is_all);
+        inner.bytes_guessed -= bytes;
+    }
+
     /// Guesses that were started, and their bytes.
     pub(super) fn guessed(&self) -> (u64, u64) {
         let inner = self.inner();
