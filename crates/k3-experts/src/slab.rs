@@ -10,6 +10,7 @@
 mod arrivals;
 mod balance;
 mod drives;
+mod guesses;
 mod lookahead;
 mod place;
 mod pool;
@@ -61,7 +62,7 @@ pub struct SlabOptions {
     pub piece_bytes: usize,
     /// Experts read on a guess ([`ExpertStore::prefetch`]) that may be in memory at once.
     pub guesses: usize,
-    /// Bytes read on guesses while the model is passed once, at most; `None`: three eighths of what one token needs.
+    /// Bytes read on guesses while the model is passed once, at most; `None`: `guesses` experts of each layer.
     pub guess_bytes: Option<u64>,
 }
 
@@ -201,7 +202,7 @@ impl SlabStore {
         let moving = options.reads_in_flight * drives.len() + options.guesses + 2;
         let slots = (buffers - (buffers / 2).min(moving)).min(geometry.layers * geometry.experts);
         let guess_bytes =
-            options.guess_bytes.unwrap_or(geometry.working_set() as u64 * slot_bytes as u64 * 3 / 8);
+            options.guess_bytes.unwrap_or((geometry.layers * options.guesses) as u64 * slot_bytes as u64);
         // Where everything stays nothing is to be guessed.
         let guesses = if slots < geometry.layers * geometry.experts { options.guesses } else { 0 };
         let options = SlabOptions { guess_bytes: Some(guess_bytes), guesses, ..options };
@@ -326,12 +327,16 @@ impl Shared {
         ticket.complete(&result);
     }
 
-    /// Lets go of the oldest retired expert, if its work is complete.
-    fn reclaim(&self) {
+    /// Lets go of the oldest retired expert, if its work is complete. Returns whether it was.
+    fn reclaim(&self) -> bool {
         let mut state = self.state();
         let reclaimed = state.reclaim();
         drop(state);
-        drop(reclaimed);
+        reclaimed.is_some()
+    }
+
+    fn awaits_work_in_flight(&self) -> bool {
+        !self.state().retirement.is_empty()
     }
 }
 
@@ -405,7 +410,9 @@ impl ExpertStore for SlabStore {
                     state.counters.joined += 1;
                     waiting += 1;
                     ticket.join(waiter(id));
-                    shared.drives.hurry(ticket);
+                    if ticket.urgency != Urgency::Demand {
+                        shared.drives.demand(shared.drives.take(ticket));
+                    }
                 }
                 // The policy and the table are changed together.
                 None => unreachable!("expert {id} of layer {} has a slot and no entry", request.layer),
@@ -428,7 +435,7 @@ impl ExpertStore for SlabStore {
             };
             let mut guess = state.guesses.remove(&key);
             if let Some(Entry::OnItsWay(ticket)) = &guess
-                && shared.pool.take_back(ticket)
+                && shared.take_back(ticket)
             {
                 // One that was not even started is no help.
                 state.guess_bytes = state.guess_bytes.saturating_add(ticket.place.bytes() as u64);
@@ -447,8 +454,8 @@ impl ExpertStore for SlabStore {
                 Some(Entry::OnItsWay(ticket)) => {
                     state.counters.joined += 1;
                     waiting += 1;
+                    // `take_back` has put what was still queued to the demands.
                     ticket.join(waiter(id));
-                    shared.drives.hurry(&ticket);
                     Entry::OnItsWay(ticket)
                 }
                 None => {
@@ -469,6 +476,9 @@ impl ExpertStore for SlabStore {
                     let ticket = Arc::new(Ticket::new(key, place, keep, pieces, Urgency::Demand));
                     ticket.join(waiter(id));
                     tickets.push(ticket.clone());
+                    if !keep {
+                        pending.bypassing.push(ticket.clone());
+                    }
                     Entry::OnItsWay(ticket)
                 }
             };
@@ -487,25 +497,7 @@ impl ExpertStore for SlabStore {
     }
 
     fn prefetch(&self, layer: usize, experts: &[ExpertId]) {
-        let shared = &*self.shared;
-        let mut state = shared.state();
-        let state = &mut *state;
-        for &id in experts {
-            let Ok(key) = shared.key(layer, id) else { continue };
-            if state.guesses.len() >= self.options.guesses {
-                break;
-            }
-            if state.slots.contains_key(&key) || state.guesses.contains_key(&key) {
-                continue;
-            }
-            let Ok(place) = shared.places.of(&shared.checkpoint, key) else { continue };
-            let Some(left) = state.guess_bytes.checked_sub(place.bytes() as u64) else { break };
-            state.guess_bytes = left;
-            let pieces = (self.options.reads_in_flight, self.options.piece_bytes);
-            let ticket = Arc::new(Ticket::new(key, place, true, pieces, Urgency::Guess));
-            shared.pool.wish(&ticket);
-            state.guesses.insert(key, Entry::OnItsWay(ticket));
-        }
+        self.shared.guess(layer, experts, &self.options);
     }
 
     fn wants_guesses(&self) -> bool {
@@ -513,6 +505,8 @@ impl ExpertStore for SlabStore {
     }
 
     fn retire(&self, expert: Expert, after: Box<dyn Completion>) {
+        // Two may leave for each that comes: what has piled up goes away without a wait or an eviction.
+        let _ = self.shared.reclaim() && self.shared.reclaim();
         self.shared.state().retirement.push(expert, after);
     }
 
@@ -527,34 +521,5 @@ impl ExpertStore for SlabStore {
 
     fn drives(&self) -> Vec<DriveCounters> {
         self.shared.drives.counters()
-    }
-}
-
-impl Shared {
-    /// Drops guesses that nobody asked for.
-    fn expire(&self, state: &mut State, is_over: impl Fn(&Key, &Entry) -> bool) {
-        let State { guesses, lookahead, counters, guess_bytes, .. } = state;
-        guesses.retain(|key, entry| {
-            if !is_over(key, entry) {
-                return true;
-            }
-            let bytes = self.places.of(&self.checkpoint, *key).map_or(0, |place| place.bytes() as u64);
-            // One that was never started has cost nothing.
-            if matches!(entry, Entry::OnItsWay(ticket) if self.pool.take_back(ticket)) {
-                *guess_bytes = guess_bytes.saturating_add(bytes);
-            } else {
-                lookahead.judged(false);
-                counters.bytes_wasted += bytes;
-            }
-            false
-        });
-    }
-
-    /// Drops the guesses that have come, for their buffers. Returns whether there were any.
-    fn give_up_guesses(&self) -> bool {
-        let mut state = self.state();
-        let before = state.guesses.len();
-        self.expire(&mut state, |_, entry| matches!(entry, Entry::Here(_)));
-        state.guesses.len() < before
     }
 }

@@ -159,7 +159,8 @@ fn reads_in_flight_follow_the_rates_of_drives() {
     };
     check(&[1.0, 1.0], &[4, 4]);
     check(&[3e9, 1e9], &[6, 2]);
-    check(&[1.0, 7.0], &[1, 7]);
+    // The slowest has some all the same.
+    check(&[1.0, 7.0], &[2, 6]);
     // What is no rate does not count.
     check(&[1.0], &[4, 4]);
     check(&[0.0, 1.0], &[4, 4]);
@@ -193,8 +194,56 @@ fn the_slow_drive_begins_first() {
     };
     // Equal drives: one of the longer queue first, then in turn, as they are wanted.
     check(&[1.0, 1.0], 4, [3, 1]);
-    // A drive of a fifth of the rate has its reads issued first, of which it is given one at a time.
-    check(&[5.0, 1.0], 4, [2, 1]);
+    // A drive of a fifth of the rate has its reads issued first.
+    check(&[5.0, 1.0], 4, [2, 2]);
+}
+
+/// What was only for a caller that is gone is not read any more; what was to stay is.
+#[test]
+fn an_abandoned_fetch_leaves_its_queue() {
+    let checkpoint = open();
+    let shards = checkpoint.shards().files().len();
+    let reader = Gated::new(&checkpoint, &vec![0; shards], 0);
+    let options = SlabOptions { reads_in_flight: 2, ..SlabOptions::default() };
+    let store = store(&checkpoint, &reader, 10, options, &[]);
+    let arrivals = store.fetch(request(1, &(0..16).collect::<Vec<_>>()));
+    reader.until_waiting(&[2]);
+    let kept = 16 - store.counters().bypassed;
+    assert!(kept < 8, "{kept} stay");
+    drop(arrivals);
+    reader.let_through(0, usize::MAX);
+    assert_eq!(store.fetch(request(2, &[1, 2, 3])).map(Result::unwrap).count(), 3);
+    // Two were under way.
+    assert!(reader.reads.load(Relaxed) <= kept + 2 + 3, "{} reads", reader.reads.load(Relaxed));
+    assert_eq!(store.counters().over_budget, 0);
+}
+
+/// A guess is read behind every demand: when its layer passes, what has not begun is not read at all.
+#[test]
+fn what_is_left_of_a_guess_costs_nothing() {
+    let checkpoint = open();
+    let shards = checkpoint.shards().files().len();
+    let len = checkpoint.experts().layout().len as u64;
+    let check = |asked: ExpertId, pieces: u64, expected: (u64, u64, u64, u64), reads: u64| {
+        let reader = Gated::new(&checkpoint, &vec![0; shards], 0);
+        let options = SlabOptions { reads_in_flight: 1, piece_bytes: 1, ..SlabOptions::default() };
+        let store = store(&checkpoint, &reader, 60, options, &[]);
+        store.prefetch(4, &[1, 2, 3]);
+        reader.until_waiting(&[1]);
+        assert_eq!(store.counters().guesses, 3);
+        let arrivals = store.fetch(request(4, &[asked]));
+        reader.let_through(0, usize::MAX);
+        assert_eq!(arrivals.map(|e| e.unwrap().id).collect::<Vec<_>>(), [asked]);
+        let counters = store.counters();
+        let found = (counters.guesses, counters.guesses_used, counters.joined, counters.misses);
+        assert_eq!(found, expected, "expert {asked}");
+        assert_eq!((counters.bytes_guessed, counters.bytes_wasted), (len, len * pieces), "expert {asked}");
+        assert_eq!(reader.reads.load(Relaxed), reads, "expert {asked}");
+    };
+    // The one that is being read, one that has not begun, and one that nobody guessed.
+    check(1, 0, (1, 1, 1, 0), 1);
+    check(2, 1, (1, 0, 0, 1), 2);
+    check(9, 1, (1, 0, 0, 1), 2);
 }
 
 fn usage(counts: &[(usize, ExpertId, usize)]) -> Usage {

@@ -284,6 +284,10 @@ fn a_demand_joins_a_guess_and_wrong_guesses_expire() {
     store.prefetch(4, &[1, 2, 3, 4, 5]);
     let len = checkpoint.experts().layout().len as u64;
     assert_eq!(store.counters().bytes_guessed, 3 * len);
+    // What has not begun would be taken back.
+    while reader.reads.load(Relaxed) < 3 {
+        std::thread::yield_now();
+    }
     let arrivals = store.fetch(request(4, &[2, 9]));
     reader.held.store(false, Relaxed);
     for expert in arrivals {
@@ -392,7 +396,8 @@ fn an_eviction_asks_one_retired_lease_and_waits_for_none() {
             store.retire(expert.unwrap(), event);
         }
     }
-    assert_eq!(store.counters().retired_checks, 0);
+    // When one comes, the front is asked as well.
+    assert_eq!((store.counters().retired_checks, first.1.load(Relaxed)), (1, 1));
     let evict = |n: u32| {
         let before = store.counters();
         assert_eq!(ids(&store, 1, &[slots as u32 + n]).len(), 1);
@@ -403,10 +408,32 @@ fn an_eviction_asks_one_retired_lease_and_waits_for_none() {
     // The second is complete, but only the front is asked, once for each eviction.
     second.0.store(true, Relaxed);
     assert_eq!((evict(0), evict(1)), (1, 1));
-    assert_eq!((first.1.load(Relaxed), second.1.load(Relaxed)), (2, 0));
+    assert_eq!((first.1.load(Relaxed), second.1.load(Relaxed)), (3, 0));
     first.0.store(true, Relaxed);
     assert_eq!((evict(2), evict(3), evict(4)), (1, 1, 0));
-    assert_eq!((first.1.load(Relaxed), second.1.load(Relaxed)), (3, 1));
+    assert_eq!((first.1.load(Relaxed), second.1.load(Relaxed)), (4, 1));
+}
+
+/// With hits only there is neither an eviction nor a wait.
+#[test]
+fn retired_leases_leave_as_others_come() {
+    let checkpoint = open(&fixture());
+    let store = plain(&checkpoint, 400);
+    let retire = |fired: bool| {
+        let expert = store.fetch(request(1, &[3])).next().unwrap().unwrap();
+        let (has_fired, asked, event) = event();
+        has_fired.store(fired, Relaxed);
+        store.retire(expert, event);
+        (has_fired, asked)
+    };
+    let events: Vec<_> = (0..5).map(|_| retire(false)).collect();
+    events.iter().for_each(|(fired, _)| fired.store(true, Relaxed));
+    // Two for each that comes.
+    let before = store.counters().retired_checks;
+    (0..4).for_each(|_| drop(retire(true)));
+    assert_eq!(store.counters().retired_checks - before, 8);
+    assert_eq!(store.counters().evictions, 0);
+    assert!(events.iter().all(|(_, asked)| asked.load(Relaxed) >= 1));
 }
 
 #[test]

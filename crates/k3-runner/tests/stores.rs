@@ -5,12 +5,14 @@ mod hostile;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use k3_experts::policy::PolicyName;
 use k3_experts::slab::{Buffered, Direct, Reader};
 use k3_experts::{ExpertStore, MappedStore, SlabOptions, SlabStore};
 use k3_format::{Checkpoint, OpenOptions};
-use k3_graph::{Cpu, Device, LogitsWanted, Lookahead, ModelOptions, Reference, Silent};
+use k3_graph::device::{ExpertWork, InFlight, SituCaps};
+use k3_graph::{Cpu, Device, DeviceError, LogitsWanted, Lookahead, ModelOptions, Reference, Silent};
 use k3_runner::{Engine, EngineOptions, LogitsHash};
 
 use hostile::Hostile;
@@ -32,8 +34,16 @@ fn hash(
 ) -> LogitsHash {
     let mut options = EngineOptions::default();
     options.chunk_tokens = Some(chunk);
-    let device = Cpu::new(threads).unwrap();
-    let engine = Engine::with_store(checkpoint.clone(), store, device, &options, &mut |_| {}).unwrap();
+    hash_on(Cpu::new(threads).unwrap(), checkpoint, store, &options)
+}
+
+fn hash_on<D: Device>(
+    device: D,
+    checkpoint: &Arc<Checkpoint>,
+    store: Arc<dyn ExpertStore>,
+    options: &EngineOptions,
+) -> LogitsHash {
+    let engine = Engine::with_store(checkpoint.clone(), store, device, options, &mut |_| {}).unwrap();
     let mut sequence = engine.new_sequence().unwrap();
     let ids: Vec<u32> = (0..40).map(|i| 3 + i * 7919 % 500).collect();
     let mut logits = engine.run(&mut sequence, &ids[..30], LogitsWanted::All, &mut Silent).unwrap().values;
@@ -233,6 +243,58 @@ fn lookahead_changes_no_bit() {
             if lookahead == Lookahead::Off || buffers == 500 {
                 assert_eq!(counters.guesses, 0, "{lookahead:?}, {buffers} buffers");
             }
+        }
+    }
+}
+
+/// The CPU as a device that works behind the caller's back: what a call reads is in use until somebody has asked for it
+/// `lag` times in vain.
+struct Lagging {
+    cpu: Cpu,
+    lag: usize,
+}
+
+impl Device for Lagging {
+    k3_graph::delegate_device!(cpu: Cpu, types, rows, attn_res, kda, mla, index_select, route, experts, states);
+
+    fn kind(&self) -> &'static str {
+        self.cpu.kind()
+    }
+
+    fn experts_ffn(
+        &self,
+        experts: &[ExpertWork],
+        z: &Self::Act,
+        caps: SituCaps,
+        out: &mut Self::Act,
+    ) -> Result<Option<InFlight>, DeviceError> {
+        self.cpu.experts_ffn(experts, z, caps, out)?;
+        let (asked, lag) = (AtomicUsize::new(0), self.lag);
+        Ok(Some(Arc::new(move || asked.fetch_add(1, Relaxed) >= lag)))
+    }
+}
+
+/// Leases of a device that still reads go back to the store with its events, and their experts stay in memory until then.
+#[test]
+fn a_device_that_lags_behind_keeps_its_experts() {
+    let checkpoint = open("tiny-k31");
+    let mapped = || Arc::new(MappedStore::new(checkpoint.clone()));
+    let expected = hash(&checkpoint, mapped(), 2, 7);
+    let reader: Arc<dyn Reader> = Arc::new(Buffered::new(checkpoint.clone()).unwrap());
+    let mut options = EngineOptions::default();
+    options.chunk_tokens = Some(7);
+    let on = |lag, store: Arc<dyn ExpertStore>| {
+        let device = Lagging { cpu: Cpu::new(2).unwrap(), lag };
+        hash_on(device, &checkpoint, store, &options)
+    };
+    for lag in [0, 1, 20] {
+        assert_eq!(on(lag, mapped()), expected, "mapped, {lag} questions behind");
+        for buffers in [checkpoint.config().moe.num_experts_per_token as u64, 30, 500] {
+            let store = Arc::new(slab(&checkpoint, &reader, buffers, SlabOptions::default()));
+            assert_eq!(on(lag, store.clone()), expected, "{buffers} buffers, {lag} questions behind");
+            let counters = store.counters();
+            assert!(counters.retired_checks > 0, "{buffers} buffers, {lag}: {counters:?}");
+            assert_eq!(counters.over_budget, 0, "{buffers} buffers, {lag}: {counters:?}");
         }
     }
 }

@@ -1,31 +1,37 @@
 //! How much of reading is hidden behind arithmetic, or of arithmetic behind reading.
 
+mod timed;
+
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use k3_experts::policy::PolicyName;
-use k3_experts::simulate::replay;
+use k3_experts::simulate;
 use k3_experts::slab::{Direct, Reader};
 use k3_experts::trace::{Geometry, Trace};
-use k3_experts::{
-    Arrivals, Choices, Completion, Counters, Expert, ExpertId, ExpertRequest, ExpertStore, Phase,
-    SlabOptions, SlabStore,
-};
+use k3_experts::{Choices, ExpertId, ExpertRequest, ExpertStore, Phase, SlabOptions, SlabStore};
 use k3_format::{Checkpoint, LoadMode, OpenOptions};
 use k3_graph::{Cpu, LogitsWanted, Lookahead, Model, ModelOptions, SequenceState, Silent, Span};
+
+use timed::{Asked, Timed, Visit};
 
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Args {
     /// A snapshot with experts of the released size
     #[arg(long)]
     model: PathBuf,
-    /// Tokens that are decoded and timed, after as many that are not
-    #[arg(long, default_value_t = 8)]
+    /// Tokens that are decoded and timed
+    #[arg(long, default_value_t = 16)]
     tokens: usize,
+    /// Of these, tokens that each part takes before the next part does
+    #[arg(long, default_value_t = 2)]
+    round: usize,
+    /// Tokens before them, whose experts fill the slots
+    #[arg(long, default_value_t = 8)]
+    warm: usize,
     /// Hit rates at which decode is timed; each sets a budget. Without a value decode is not timed
     #[arg(long, value_delimiter = ',', num_args = 0.., default_value = "0,0.35,0.6")]
     hit_rates: Vec<f64>,
@@ -45,8 +51,11 @@ pub(super) struct Args {
     /// routers of a synthetic tree are random, and their guesses worth nothing
     #[arg(long)]
     published_guesses: bool,
-    /// Times that everything is measured, in turn; the median counts
-    #[arg(long, default_value_t = 3)]
+    /// Experts read on a guess that may be in memory at once; without a value as usual
+    #[arg(long)]
+    guesses: Option<usize>,
+    /// Times that the prompt is measured; the median counts
+    #[arg(long, default_value_t = 1)]
     repeat: usize,
 }
 
@@ -58,99 +67,19 @@ enum LookaheadName {
     Shared,
 }
 
-/// What a pass asked the store for.
-#[derive(Clone)]
-struct Asked {
-    layer: usize,
-    experts: Vec<ExpertId>,
-    choices: Vec<ExpertId>,
-    ranks: usize,
-    used: usize,
-    phase: Phase,
-}
-
-/// Whether the `rank`-th guess comes true in the released model, as it was published.
-const PUBLISHED: [f64; 8] = [0.92, 0.88, 0.84, 0.80, 0.75, 0.69, 0.64, 0.60];
-
-/// A store whose requests are written down, and whose guesses may be made as good as published ones.
-struct Taped<'a> {
-    store: &'a SlabStore,
-    tape: Mutex<Vec<Asked>>,
-    /// What will be asked for, if guesses are to come true as often as in the released model.
-    future: Option<&'a [Asked]>,
-}
-
-impl<'a> Taped<'a> {
-    fn new(store: &'a SlabStore, future: Option<&'a [Asked]>) -> Self {
-        Self { store, tape: Mutex::default(), future }
-    }
-
-    /// As many guesses, of which the published share are what the next request has at that rank.
-    fn published(&self, layer: usize, guesses: &[ExpertId], future: &[Asked]) -> Vec<ExpertId> {
-        let done = self.tape.lock().unwrap_or_else(PoisonError::into_inner).len();
-        let Some(next) = future.get(done).filter(|next| next.layer == layer) else { return Vec::new() };
-        let random = |rank: usize| {
-            let x = (done as u64 * 31 + rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            ((x ^ (x >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 11) as f64 / (1_u64 << 53) as f64
-        };
-        let guess = |(rank, guess): (usize, &ExpertId)| {
-            let is_true = random(rank) < PUBLISHED.get(rank).copied().unwrap_or(0.5);
-            if is_true {
-                Some(next.choices[rank])
-            } else {
-                Some(*guess).filter(|id| !next.experts.contains(id))
-            }
-        };
-        guesses.iter().enumerate().filter_map(guess).collect()
-    }
-
-    fn take(&self) -> Vec<Asked> {
-        std::mem::take(&mut *self.tape.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-impl ExpertStore for Taped<'_> {
-    fn fetch<'a>(&'a self, request: ExpertRequest<'_>) -> Arrivals<'a> {
-        let Choices { ids, ranks, used } = request.choices;
-        self.tape.lock().unwrap_or_else(PoisonError::into_inner).push(Asked {
-            layer: request.layer,
-            experts: request.experts.to_vec(),
-            choices: ids.to_vec(),
-            ranks,
-            used,
-            phase: request.phase,
-        });
-        self.store.fetch(request)
-    }
-    fn prefetch(&self, layer: usize, experts: &[ExpertId]) {
-        match self.future {
-            Some(future) => self.store.prefetch(layer, &self.published(layer, experts, future)),
-            None => self.store.prefetch(layer, experts),
-        }
-    }
-    fn wants_guesses(&self) -> bool {
-        self.store.wants_guesses()
-    }
-    fn retire(&self, expert: Expert, after: Box<dyn Completion>) {
-        self.store.retire(expert, after);
-    }
-    fn counters(&self) -> Counters {
-        self.store.counters()
-    }
-}
-
 /// The model, and what it takes to make stores of any size.
 struct Bench {
     model: Model<Cpu>,
     checkpoint: Arc<Checkpoint>,
     reader: Arc<dyn Reader>,
     reads_in_flight: usize,
+    guesses: Option<usize>,
 }
 
 /// Runs the command.
 pub(super) fn run(args: &Args) -> Result<()> {
     let mut out = std::io::stdout();
-    ensure!(args.tokens > 0 && args.repeat > 0, "nothing is to be timed");
+    ensure!(args.tokens > 0 && args.round > 0 && args.repeat > 0, "nothing is to be timed");
     let mut open = OpenOptions::default();
     // What is not touched need not fit into memory: most of the embedding.
     open.load = LoadMode::Map;
@@ -172,6 +101,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         model: Model::load(device, config, &*checkpoint, &options, &mut |_, _| {})?,
         reader: Arc::new(Direct::new(checkpoint.clone())?),
         reads_in_flight: args.reads_in_flight,
+        guesses: args.guesses,
         checkpoint,
     };
     let Geometry { layers, experts, per_token } = geometry;
@@ -185,53 +115,39 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let ids =
         |n: usize| -> Vec<u32> { (0..n as u64).map(|i| (i * 7919 + 13) as u32 % vocab as u32).collect() };
     if !args.hit_rates.is_empty() {
-        let ids = ids(2 * args.tokens);
-        let (warm, timed) = ids.split_at(args.tokens);
         // Everything comes into memory, and the choices are written down.
-        let taped = Taped::new(&resident, None);
+        let ids = ids(args.warm + args.tokens);
+        let (warm, timed) = ids.split_at(args.warm);
+        let tape = Timed::new(&resident, None);
         let mut state = bench.model.new_state()?;
-        bench.decode(&taped, &mut state, warm)?;
-        let after_warm = state;
-        let again = || after_warm.try_clone(bench.model.device());
-        let mut state = again()?;
-        bench.decode(&taped, &mut state, timed)?;
-        let asked = taped.take();
-        let trace = trace(geometry, &asked)?;
+        bench.decode(&tape, &mut state, warm)?;
+        let (warm, after_warm) = (tape.take().0, state.try_clone(bench.model.device())?);
+        bench.decode(&tape, &mut state, timed)?;
+        let requests = tape.take().0;
+        let trace = trace(geometry, warm.iter().chain(&requests))?;
         for &wanted in &args.hit_rates {
-            let slots = slots_for(&trace, args.tokens, wanted);
-            let mut runs = Vec::new();
-            for _ in 0..args.repeat {
-                let arithmetic = bench.decode(&resident, &mut again()?, timed)?;
-                let store = bench.store(slots)?;
-                bench.decode(&store, &mut bench.model.new_state()?, warm)?;
-                let before = store.counters();
-                let future = args.published_guesses.then_some(&asked[asked.len() / 2..]);
-                let taped = Taped::new(&store, future);
-                let wall = bench.decode(&taped, &mut again()?, timed)?;
-                let after = store.counters();
-                let hit_rate =
-                    (after.hits - before.hits) as f64 / (after.requested - before.requested) as f64;
-                let guesses = (after.guesses - before.guesses, after.guesses_used - before.guesses_used);
-                drop(store);
-                let store = bench.store(slots)?;
-                replayed(&store, &asked[..asked.len() / 2])?;
-                let io = replayed(&store, &asked[asked.len() / 2..])?;
-                runs.push((wall / io.max(arithmetic), wall, io, arithmetic, hit_rate, guesses));
+            let slots = slots_for(&trace, args.warm, wanted);
+            let stores = [bench.store(slots)?, bench.store(slots)?];
+            // The same experts are in the slots of both when the clock starts.
+            for store in &stores {
+                replay(&Timed::new(store, None), &warm)?;
             }
-            runs.sort_by(|a, b| a.0.total_cmp(&b.0));
-            let (ratio, wall, io, arithmetic, hit_rate, (guesses, used)) = runs[runs.len() / 2];
-            let n = args.tokens as f64;
+            let decode = Decode { bench: &bench, state: &after_warm, ids: timed, requests: &requests };
+            let future = args.published_guesses.then_some(&*requests);
+            let before = stores[1].counters();
+            let rounds = decode.rounds(&resident, &stores, future, args.round)?;
+            let after = stores[1].counters();
+            let hit_rate = (after.hits - before.hits) as f64 / (after.requested - before.requested) as f64;
             writeln!(
                 out,
-                "decode, {slots} slots, hit rate {hit_rate:.2}: {:.3} s a token; I/O alone {:.3}, arithmetic alone {:.3}; \
-                 ratio {ratio:.3} ({:.3} to {:.3}); hidden {:.0} %; {guesses} guesses, {used} used",
-                wall / n,
-                io / n,
-                arithmetic / n,
-                runs[0].0,
-                runs[runs.len() - 1].0,
-                100.0 * (io + arithmetic - wall) / io.min(arithmetic),
+                "\ndecode, {slots} slots, {} tokens in {} rounds, hit rate {hit_rate:.2}; {} guesses, {} used, {:.2} GB wasted",
+                timed.len(),
+                rounds.len(),
+                after.guesses - before.guesses,
+                after.guesses_used - before.guesses_used,
+                (after.bytes_wasted - before.bytes_wasted) as f64 / 1e9
             )?;
+            report(&mut out, &rounds, args.round)?;
         }
     }
     if args.prefill > 0 {
@@ -244,37 +160,162 @@ pub(super) fn run(args: &Args) -> Result<()> {
                 expert.context("fetching an expert")?;
             }
         }
-        let mut runs = Vec::new();
-        for _ in 0..args.repeat {
-            let taped = Taped::new(&resident, None);
-            let arithmetic = bench.pass(&taped, &mut bench.model.new_state()?, &ids)?;
-            let asked = taped.take();
-            let wall = bench.pass(&bench.store(per_token)?, &mut bench.model.new_state()?, &ids)?;
-            let io = replayed(&bench.store(per_token)?, &asked)?;
-            runs.push((wall / io.max(arithmetic), wall, io, arithmetic));
+        // Weights come into the page cache.
+        bench.decode(&Timed::new(&resident, None), &mut bench.model.new_state()?, &ids[..1])?;
+        let mut rounds = Vec::new();
+        let mut requests = Vec::new();
+        for turn in 0..args.repeat {
+            let mut round = Round::default();
+            // What is read alone needs a pass to have asked for it.
+            for part in [1, 2, 0].map(|part| if turn == 0 { part } else { (part + turn) % 3 }) {
+                round.parts[part] = match part {
+                    0 => replay(&Timed::new(&bench.store(per_token)?, None), &requests)?,
+                    part => {
+                        let fresh = if part == 2 { Some(bench.store(per_token)?) } else { None };
+                        let timed = Timed::new(fresh.as_ref().unwrap_or(&resident), None);
+                        bench.pass(&timed, &mut bench.model.new_state()?, &ids)?;
+                        let (asked, visits) = timed.take();
+                        requests = asked;
+                        visits
+                    }
+                };
+            }
+            rounds.push(round);
         }
-        runs.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let (ratio, wall, io, arithmetic) = runs[runs.len() / 2];
-        writeln!(
-            out,
-            "prefill of {} tokens: {wall:.2} s; I/O alone {io:.2}, arithmetic alone {arithmetic:.2}; ratio {ratio:.3} \
-             ({:.3} to {:.3}); hidden {:.0} %",
-            args.prefill,
-            runs[0].0,
-            runs[runs.len() - 1].0,
-            100.0 * (io + arithmetic - wall) / io.min(arithmetic),
-        )?;
+        writeln!(out, "\nprefill of {} tokens, {} rounds", args.prefill, rounds.len())?;
+        report(&mut out, &rounds, 1)?;
     }
+    Ok(())
+}
+
+/// What is decoded in rounds: each part takes some tokens before the next part does, so that a drive or a machine that
+/// changes its pace changes that of all parts alike.
+struct Decode<'a> {
+    bench: &'a Bench,
+    state: &'a SequenceState<Cpu>,
+    ids: &'a [u32],
+    requests: &'a [Asked],
+}
+
+/// The visits of each part: I/O alone, arithmetic alone, together.
+#[derive(Default)]
+struct Round {
+    parts: [Vec<Visit>; 3],
+}
+
+impl Decode<'_> {
+    fn rounds(
+        &self,
+        resident: &SlabStore,
+        [alone, together]: &[SlabStore; 2],
+        future: Option<&[Asked]>,
+        tokens: usize,
+    ) -> Result<Vec<Round>> {
+        let timed = [Timed::new(alone, None), Timed::new(resident, None), Timed::new(together, future)];
+        let copy = || self.state.try_clone(self.bench.model.device());
+        let mut states = [copy()?, copy()?];
+        let mut rounds = Vec::new();
+        let a_token = self.requests.len() / self.ids.len();
+        for (turn, (ids, requests)) in
+            self.ids.chunks(tokens).zip(self.requests.chunks(tokens * a_token)).enumerate()
+        {
+            let mut round = Round::default();
+            for part in [0, 1, 2].map(|part| (part + turn) % 3) {
+                round.parts[part] = if part == 0 {
+                    replay(&timed[0], requests)?
+                } else {
+                    self.bench.decode(&timed[part], &mut states[part - 1], ids)?;
+                    timed[part].take().1
+                };
+            }
+            rounds.push(round);
+        }
+        Ok(rounds)
+    }
+}
+
+impl Round {
+    fn seconds(&self, part: usize) -> f64 {
+        self.parts[part].iter().map(|visit| visit.outside + visit.fetch()).sum()
+    }
+
+    /// What the two parts need that can go on at the same time in a pass that knows a layer's experts from the layer's
+    /// own router only: the reads of a layer, and its arithmetic from the router on.
+    fn by_layers(&self) -> f64 {
+        let [io, arithmetic, _] = &self.parts;
+        // A pass has one visit without a fetch at its end, and its replay has none.
+        let mut io = io.iter();
+        let both = arithmetic.iter().map(|visit| {
+            let fetch = if visit.fetch() > 0.0 { io.next().map_or(0.0, Visit::fetch) } else { 0.0 };
+            visit.outside + fetch.max(visit.inside)
+        });
+        both.sum()
+    }
+}
+
+/// A number of each round: the median, the least and the greatest.
+fn spread(rounds: &[Round], of: impl Fn(&Round) -> f64) -> [f64; 3] {
+    let mut all: Vec<f64> = rounds.iter().map(of).collect();
+    all.sort_by(f64::total_cmp);
+    [all[all.len() / 2], all[0], all[all.len() - 1]]
+}
+
+fn report(out: &mut impl std::io::Write, rounds: &[Round], tokens: usize) -> Result<()> {
+    let n = tokens as f64;
+    let mut seconds = |name: &str, of: &dyn Fn(&Round) -> f64| -> Result<()> {
+        let [median, least, most] = spread(rounds, of);
+        Ok(writeln!(out, "  {name:<38} {:7.3} s  ({:.3} to {:.3})", median / n, least / n, most / n)?)
+    };
+    seconds("together", &|r| r.seconds(2))?;
+    seconds("I/O alone", &|r| r.seconds(0))?;
+    seconds("arithmetic alone", &|r| r.seconds(1))?;
+    seconds("bound without guesses, layer by layer", &Round::by_layers)?;
+    let greater = |r: &Round| r.seconds(0).max(r.seconds(1));
+    let all = |of: &dyn Fn(&Round) -> f64| rounds.iter().map(of).sum::<f64>();
+    let greater_of_all = all(&|r| r.seconds(0)).max(all(&|r| r.seconds(1)));
+    let mut ratio = |name: &str, of: &dyn Fn(&Round) -> f64, of_all: f64| -> Result<()> {
+        let [median, least, most] = spread(rounds, |r| r.seconds(2) / of(r));
+        Ok(writeln!(
+            out,
+            "  {name:<38} {median:7.3}    ({least:.3} to {most:.3}); of all rounds {of_all:.3}"
+        )?)
+    };
+    let wall = all(&|r| r.seconds(2));
+    ratio("together / the greater alone", &greater, wall / greater_of_all)?;
+    ratio("together / bound layer by layer", &Round::by_layers, wall / all(&Round::by_layers))?;
+    let mean = |part: usize| {
+        let mut sum = Visit::default();
+        rounds.iter().flat_map(|round| &round.parts[part]).for_each(|visit| sum.add(visit));
+        move |of: fn(&Visit) -> f64| of(&sum) / n / rounds.len() as f64
+    };
+    let (alone, together) = (mean(1), mean(2));
+    writeln!(
+        out,
+        "  on average, together (alone): outside fetches {:.3} ({:.3}) s, in them {:.3} ({:.3}), of it behind the last \
+         expert {:.3}; waiting for the first read of a layer {:.3}, for others {:.3}; drive idle outside fetches {:.3}, \
+         in them {:.3}",
+        together(|v| v.outside),
+        alone(|v| v.outside),
+        together(|v| v.inside),
+        alone(|v| v.inside),
+        together(|v| v.tail),
+        together(|v| v.first_wait),
+        together(|v| v.later_wait),
+        together(|v| v.idle_outside),
+        together(|v| v.idle_inside),
+    )?;
     Ok(())
 }
 
 impl Bench {
     /// A store with `slots` slots for experts that stay, and its usual room for those on their way.
     fn store(&self, slots: usize) -> Result<SlabStore> {
+        let usual = SlabOptions::default();
         let options = |budget_bytes| SlabOptions {
             budget_bytes,
             reads_in_flight: self.reads_in_flight,
-            ..SlabOptions::default()
+            guesses: self.guesses.unwrap_or(usual.guesses),
+            ..usual
         };
         let probe = SlabStore::new(self.checkpoint.clone(), &self.reader, options(u64::MAX))?;
         // Half of the buffers are slots at least.
@@ -291,40 +332,46 @@ impl Bench {
         )?)
     }
 
-    /// Seconds of a pass over `ids`.
-    fn pass(&self, store: &dyn ExpertStore, state: &mut SequenceState<Cpu>, ids: &[u32]) -> Result<f64> {
-        let begin = Instant::now();
+    /// A pass over `ids`.
+    fn pass(&self, store: &Timed<'_>, state: &mut SequenceState<Cpu>, ids: &[u32]) -> Result<()> {
+        store.begin();
         // Without the head, which is a fiftieth of the released model, and a third of a tree of four layers.
         let span = Span { state, tokens: ids, logits: LogitsWanted::None };
         for result in self.model.forward(&mut [span], store, &mut Silent)? {
             result?;
         }
-        Ok(begin.elapsed().as_secs_f64())
+        store.end();
+        Ok(())
     }
 
-    /// Seconds of a pass for each of `ids`.
-    fn decode(&self, store: &dyn ExpertStore, state: &mut SequenceState<Cpu>, ids: &[u32]) -> Result<f64> {
-        ids.iter().map(|id| self.pass(store, state, &[*id])).sum()
+    /// A pass for each of `ids`.
+    fn decode(&self, store: &Timed<'_>, state: &mut SequenceState<Cpu>, ids: &[u32]) -> Result<()> {
+        ids.iter().try_for_each(|id| self.pass(store, state, &[*id]))
     }
 }
 
-/// Seconds to read what was asked for, and compute nothing.
-fn replayed(store: &SlabStore, asked: &[Asked]) -> Result<f64> {
-    let begin = Instant::now();
+/// Reads what was asked for, and computes nothing.
+fn replay(store: &Timed<'_>, asked: &[Asked]) -> Result<Vec<Visit>> {
+    store.begin();
     for Asked { layer, experts, choices, ranks, used, phase } in asked {
         let choices = Choices { ids: choices, ranks: *ranks, used: *used };
         for expert in store.fetch(ExpertRequest { layer: *layer, experts, choices, phase: *phase }) {
             expert.context("fetching an expert")?;
         }
     }
-    Ok(begin.elapsed().as_secs_f64())
+    Ok(store.take().1)
 }
 
-fn trace(geometry: Geometry, asked: &[Asked]) -> Result<Trace> {
-    let ranks = asked.first().context("no expert was asked for")?.ranks;
-    let mut trace = Trace::new(geometry, ranks);
-    for token in asked.chunks_exact(geometry.layers) {
-        trace.push(&token.iter().flat_map(|asked| &asked.choices).copied().collect::<Vec<_>>());
+fn trace<'a>(geometry: Geometry, asked: impl Iterator<Item = &'a Asked>) -> Result<Trace> {
+    let mut asked = asked.peekable();
+    let mut trace = Trace::new(geometry, asked.peek().context("no expert was asked for")?.ranks);
+    let mut token = Vec::new();
+    for (i, asked) in asked.enumerate() {
+        token.extend_from_slice(&asked.choices);
+        if (i + 1) % geometry.layers == 0 {
+            trace.push(&token);
+            token.clear();
+        }
     }
     Ok(trace)
 }
@@ -334,7 +381,7 @@ fn slots_for(trace: &Trace, warm: usize, wanted: f64) -> usize {
     let Geometry { layers, experts, per_token } = trace.geometry();
     let distance = |&slots: &usize| {
         let mut policy = PolicyName::default().make(slots, trace.geometry());
-        (replay(trace, &mut *policy, warm).hit_rate() - wanted).abs()
+        (simulate::replay(trace, &mut *policy, warm).hit_rate() - wanted).abs()
     };
     (per_token..layers * experts)
         .step_by((per_token / 2).max(1))

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::Shared;
 use super::pool::Filled;
 use super::reader::SlotReadError;
-use super::ticket::{Delivery, Key};
+use super::ticket::{Delivery, Key, Ticket};
 use crate::{Arrive, Expert, ExpertError};
 
 /// How long to wait before looking whether something else has to happen first.
@@ -25,6 +25,8 @@ pub(super) struct Pending<'a> {
     /// Deliveries to come.
     pub(super) waiting: usize,
     pub(super) abandoned: Arc<AtomicBool>,
+    /// What is read for this request alone.
+    pub(super) bypassing: Vec<Arc<Ticket>>,
     receiver: Receiver<Delivery>,
     /// From the request to the last expert.
     pub(super) span: tracing::Span,
@@ -38,6 +40,7 @@ impl<'a> Pending<'a> {
             hits: VecDeque::new(),
             waiting: 0,
             abandoned: Arc::default(),
+            bypassing: Vec::new(),
             receiver,
             span,
         }
@@ -47,13 +50,16 @@ impl<'a> Pending<'a> {
         if let Ok(delivery) = self.receiver.try_recv() {
             return Ok(delivery);
         }
+        // Reads may be waiting for the buffers of work that is complete by now.
+        while self.shared.pool.has_parked() && self.shared.reclaim() {}
         let begin = Instant::now();
         let _waiting = tracing::debug_span!(parent: &self.span, "wait").entered();
         let delivery = loop {
             match self.receiver.recv_timeout(PATIENCE) {
                 Err(RecvTimeoutError::Timeout) => {
-                    self.shared.reclaim();
-                    if self.shared.pool.is_idle() {
+                    while self.shared.reclaim() {}
+                    // Work in flight ends by itself, and its buffers come back; those of a caller may not.
+                    if self.shared.pool.is_idle() && !self.shared.awaits_work_in_flight() {
                         if let Ok(delivery) = self.receiver.try_recv() {
                             break Ok(delivery);
                         }
@@ -120,5 +126,10 @@ impl Arrive for Pending<'_> {
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
         self.abandoned.store(true, Relaxed);
+        if self.waiting > 0 {
+            for ticket in &self.bypassing {
+                self.shared.give_up(self.shared.drives.take(ticket));
+            }
+        }
     }
 }

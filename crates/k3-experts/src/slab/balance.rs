@@ -1,17 +1,33 @@
 //! Several drives that should be ready at the same time.
 
-/// Reads in flight of each drive: `each` on average, in proportion to their rates, and at least one.
+/// Reads in flight of each drive: `each` on average, in proportion to their rates, and at least half of `each`: the
+/// slowest of drives too gives more when it has several.
 pub(super) fn shares(rates: &[f64], each: usize) -> Vec<usize> {
-    let total = rates.len() * each.max(1);
-    let sum: f64 = rates.iter().sum();
-    let exact = |rate: &f64| if sum > 0.0 { rate / sum * total as f64 } else { each as f64 };
-    let mut shares: Vec<usize> = rates.iter().map(|rate| (exact(rate) as usize).max(1)).collect();
+    let each = each.max(1);
+    let least = each.div_ceil(2);
+    let mut shares = vec![least; rates.len()];
+    // What the others are given in proportion is what those with the least leave.
+    let mut open: Vec<usize> = (0..rates.len()).collect();
+    let mut total = rates.len() * each;
+    let exact = loop {
+        let sum: f64 = open.iter().map(|&drive| rates[drive]).sum();
+        let part = |drive: usize| if sum > 0.0 { rates[drive] / sum } else { 1.0 / open.len() as f64 };
+        let exact: Vec<(usize, f64)> =
+            open.iter().map(|&drive| (drive, part(drive) * total as f64)).collect();
+        let (more, few): (Vec<_>, Vec<_>) = exact.iter().partition(|(_, exact)| *exact >= least as f64);
+        if few.is_empty() {
+            break exact;
+        }
+        total -= few.len() * least;
+        open = more.into_iter().map(|(drive, _)| drive).collect();
+    };
+    exact.iter().for_each(|&(drive, exact)| shares[drive] = exact as usize);
     // What rounding down left goes to those who lost the most by it.
-    let given: usize = shares.iter().sum();
+    let given: usize = exact.iter().map(|&(drive, _)| shares[drive]).sum();
     for _ in given..total {
-        let lost = |&drive: &usize| exact(&rates[drive]) - shares[drive] as f64;
-        let most = (0..rates.len()).max_by(|a, b| lost(a).total_cmp(&lost(b)).then(b.cmp(a)));
-        most.into_iter().for_each(|drive| shares[drive] += 1);
+        let lost = |&&(drive, exact): &&(usize, f64)| exact - shares[drive] as f64;
+        let most = exact.iter().max_by(|a, b| lost(a).total_cmp(&lost(b)).then(b.0.cmp(&a.0)));
+        most.into_iter().for_each(|&(drive, _)| shares[drive] += 1);
     }
     shares
 }
@@ -57,8 +73,11 @@ mod tests {
         check(&[1.0, 1.0], 6, &[6, 6]);
         check(&[3.0, 1.0], 6, &[9, 3]);
         check(&[2.0, 1.0], 4, &[5, 3]);
-        check(&[100.0, 1.0], 6, &[11, 1]);
-        check(&[1e9, 1e-9, 1.0], 2, &[5, 1, 1]);
+        check(&[100.0, 1.0], 6, &[9, 3]);
+        check(&[8.0, 1.0, 1.0], 4, &[8, 2, 2]);
+        check(&[8.0, 3.0, 1.0], 4, &[7, 3, 2]);
+        check(&[1e9, 1e-9, 1.0], 2, &[4, 1, 1]);
+        check(&[1.0, 7.0], 1, &[1, 1]);
         check(&[0.0, 0.0], 3, &[3, 3]);
         check(&[], 6, &[]);
     }

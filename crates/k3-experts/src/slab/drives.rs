@@ -81,6 +81,7 @@ impl Jobs {
             None if self.warming < WARMING => (self.warm.pop_front()?, true),
             None => return None,
         };
+        job.ticket.begin();
         self.reading += 1;
         self.warming += usize::from(is_warm);
         self.since.get_or_insert_with(Instant::now);
@@ -231,26 +232,44 @@ impl Drives {
         }
     }
 
-    /// Somebody asked for what was a guess.
-    pub(super) fn hurry(&self, ticket: &Arc<Ticket>) {
-        if ticket.urgency == Urgency::Demand {
-            return;
-        }
+    /// Takes what no thread has begun to read of a ticket out of the queues. If nothing of it has begun by then
+    /// ([`Ticket::has_begun`]), nothing ever will.
+    pub(super) fn take(&self, ticket: &Arc<Ticket>) -> Vec<Job> {
+        let mut taken = Vec::new();
         for queue in &self.queues {
             let mut jobs = queue.jobs();
-            let jobs = &mut *jobs;
-            for waiting in [&mut jobs.guesses, &mut jobs.warm] {
-                let all = std::mem::take(waiting);
-                let (asked, rest) = all.into_iter().partition(|job| Arc::ptr_eq(&job.ticket, ticket));
-                *waiting = rest;
-                let asked: VecDeque<Job> = asked;
-                jobs.demands.extend(asked);
-            }
-            // A thread may have left what was not urgent.
-            if !jobs.demands.is_empty() {
-                queue.more.notify_all();
+            let Jobs { demands, guesses, warm, .. } = &mut *jobs;
+            for waiting in [demands, guesses, warm] {
+                if waiting.iter().any(|job| Arc::ptr_eq(&job.ticket, ticket)) {
+                    let (of_it, rest): (VecDeque<Job>, _) =
+                        waiting.drain(..).partition(|job| Arc::ptr_eq(&job.ticket, ticket));
+                    taken.extend(of_it);
+                    *waiting = rest;
+                }
             }
         }
+        taken
+    }
+
+    /// Puts back what was taken, as what somebody asks for.
+    pub(super) fn demand(&self, taken: Vec<Job>) {
+        for job in taken {
+            let queue = &self.queues[self.reader.drive(job.ticket.place.segments[job.segment].shard)];
+            queue.jobs().demands.push_back(job);
+            queue.more.notify_one();
+        }
+    }
+
+    /// Gives up what was taken. Returns its bytes, and the buffer unless other pieces are still being read.
+    pub(super) fn give_up(taken: Vec<Job>) -> (usize, Option<BytesMut>) {
+        let (mut bytes, mut buffer) = (0, None);
+        for Job { ticket, number, chunk, .. } in taken {
+            bytes += chunk.len();
+            if let Ended::Now(whole, _) = ticket.put(number, chunk, Err(SlotReadError::Abandoned)) {
+                buffer = Some(whole);
+            }
+        }
+        (bytes, buffer)
     }
 
     /// Ends the threads after what they are reading.

@@ -141,6 +141,13 @@ impl Pool {
         self.drives.issue(ticket, buffer);
     }
 
+    /// Of a guess that was started, so many bytes will not be read; `is_all` if none will.
+    pub(super) fn unguess(&self, bytes: u64, is_all: bool) {
+        let mut inner = self.inner();
+        inner.guesses -= u64::from(is_all);
+        inner.bytes_guessed -= bytes;
+    }
+
     /// Guesses that were started, and their bytes.
     pub(super) fn guessed(&self) -> (u64, u64) {
         let inner = self.inner();
@@ -155,6 +162,11 @@ impl Pool {
     /// Whether nothing is being read.
     pub(super) fn is_idle(&self) -> bool {
         self.inner().reading == 0
+    }
+
+    /// Whether reads wait for a buffer.
+    pub(super) fn has_parked(&self) -> bool {
+        !self.inner().parked.is_empty()
     }
 
     /// Called by somebody who waits. If nothing is being read because the callers keep all buffers, one more is made:

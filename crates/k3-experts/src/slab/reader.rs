@@ -76,6 +76,9 @@ pub enum SlotReadError {
         /// Bytes of a slot.
         bytes: usize,
     },
+    /// Nobody wanted it any more.
+    #[error("the read was given up because nobody waited for it any more")]
+    Abandoned,
     /// The store was closed.
     #[error("the expert store was closed before the expert was read")]
     Closed,

@@ -53,6 +53,8 @@ pub(super) struct Ticket {
     /// The least bytes of one.
     least: usize,
     pub(super) urgency: Urgency,
+    /// A thread has begun to read it.
+    has_begun: AtomicBool,
     waiters: Mutex<Vec<Waiter>>,
     progress: Mutex<Progress>,
 }
@@ -83,7 +85,27 @@ impl Ticket {
         urgency: Urgency,
     ) -> Self {
         let (pieces, waiters, progress) = (AtomicUsize::new(pieces), Mutex::default(), Mutex::default());
-        Self { key, place, keep, pieces, least, urgency, waiters, progress }
+        Self {
+            key,
+            place,
+            keep,
+            pieces,
+            least,
+            urgency,
+            has_begun: AtomicBool::new(false),
+            waiters,
+            progress,
+        }
+    }
+
+    /// A thread begins to read a piece of it. Called under the lock of the queue that the piece was in.
+    pub(super) fn begin(&self) {
+        self.has_begun.store(true, Relaxed);
+    }
+
+    /// Whether any piece of it has been read or is being read.
+    pub(super) fn has_begun(&self) -> bool {
+        self.has_begun.load(Relaxed)
     }
 
     /// Into how many pieces it is cut when it is issued.
