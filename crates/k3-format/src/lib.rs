@@ -11,6 +11,7 @@ mod checkpoint;
 mod config;
 mod content;
 mod direct;
+mod directory;
 mod error;
 mod expert_survey;
 mod experts;
