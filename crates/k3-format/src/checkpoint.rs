@@ -11,6 +11,7 @@ use safetensors::Dtype;
 use serde_json::Value;
 
 use crate::config::{ConfigFile, ExpertFormat};
+use crate::directory::{check_directory, inventory};
 use crate::error::{Error, TensorErrors};
 use crate::experts::{ExpertLocation, ExpertMatrices, Experts};
 use crate::generation_config::GenerationConfig;
@@ -20,7 +21,7 @@ use crate::linear::{self, LinearFormat, StoredLinear};
 use crate::names::{Extent, IndexerNames, Names};
 use crate::read::Buffer;
 use crate::shard_error::ShardError;
-use crate::shards::{Shards, TensorInfo, check_directory, inventory};
+use crate::shards::{Shards, TensorInfo};
 use crate::small_file::read_json;
 use crate::tensor_check::{check, load_vector};
 use crate::values::first_not_finite;

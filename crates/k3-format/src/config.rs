@@ -104,6 +104,7 @@ const IGNORED_KEYS: &[&str] = &[
 
 /// A `config.json` that cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub struct ConfigError {
     /// The file.
     pub file: PathBuf,
@@ -130,11 +131,12 @@ impl fmt::Display for ConfigError {
 
 /// What `config.json` says, before the tensors are looked at.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct ConfigFile {
     /// The language model. `indexer` is `None` until the gate has decided.
     pub model: ModelConfig,
     /// What the file says about the variant.
-    pub markers: Markers,
+    pub(crate) markers: Markers,
     /// `dsa_config`; read for a `kimi_k31` root only.
     pub dsa: Option<DsaConfig>,
     /// How the routed experts are said to be stored.

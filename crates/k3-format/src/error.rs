@@ -219,6 +219,7 @@ impl TensorProblem {
 
 /// All differences between the tensors and the config; of many, the first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub struct TensorErrors {
     /// The first [`TensorErrors::LISTED`] problems.
     pub problems: Vec<TensorProblem>,

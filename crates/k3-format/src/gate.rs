@@ -4,6 +4,9 @@
 //! (T). Running Kimi K3.1 Pro as Kimi K3 drops the indexer and still talks, so any disagreement is an error of its
 //! own name.
 
+#[cfg(test)]
+mod tests;
+
 use std::fmt::Write;
 
 use serde_json::Value;
@@ -18,18 +21,18 @@ const WRAPPER_K31: &str = "kimi_k31";
 
 /// What `config.json` says about the variant.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Markers {
+pub(crate) struct Markers {
     /// W: `model_type` of the root, as JSON if it is not a string; `None` if absent.
-    pub model_type: Option<String>,
+    pub(crate) model_type: Option<String>,
     /// Whether the root has a `text_config`.
-    pub text_config: bool,
+    pub(crate) text_config: bool,
     /// C: whether `text_config.dsa_config` is there and not null.
-    pub dsa_config: bool,
+    pub(crate) dsa_config: bool,
 }
 
 impl Markers {
     /// The markers of a parsed `config.json`.
-    pub fn of(json: &Value) -> Self {
+    pub(crate) fn of(json: &Value) -> Self {
         let present = |value: Option<&Value>| value.is_some_and(|v| !v.is_null());
         let text = json.get("text_config");
         Self {
@@ -44,17 +47,17 @@ impl Markers {
 
 /// T: what the index holds of the indexer, counted over the layers that should have one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct IndexerTensors {
+pub(crate) struct IndexerTensors {
     /// Names that the five tensors of the first full-attention layer would have.
-    pub expected: Vec<String>,
+    pub(crate) expected: Vec<String>,
     /// Indexer tensors found on full-attention layers.
-    pub found: usize,
+    pub(crate) found: usize,
     /// Names of those that full-attention layers lack.
-    pub missing: Vec<String>,
+    pub(crate) missing: Vec<String>,
     /// Names of indexer tensors on other layers.
-    pub outside: Vec<String>,
+    pub(crate) outside: Vec<String>,
     /// Why finding them by shape did not help either, if it was tried.
-    pub by_shape: Option<String>,
+    pub(crate) by_shape: Option<String>,
 }
 
 /// How much of the indexer is there.
@@ -163,7 +166,7 @@ fn partial(found: usize, missing: &[String], outside: &[String]) -> String {
 ///
 /// # Errors
 /// [`GateError::NoTextConfig`], [`GateError::UnsupportedModelType`].
-pub fn wrapper(markers: &Markers) -> Result<Variant, GateError> {
+pub(crate) fn wrapper(markers: &Markers) -> Result<Variant, GateError> {
     if !markers.text_config {
         return Err(GateError::NoTextConfig { model_type: markers.model_type.clone() });
     }
@@ -178,7 +181,7 @@ pub fn wrapper(markers: &Markers) -> Result<Variant, GateError> {
 ///
 /// # Errors
 /// The error of the row of `docs/checkpoint.md` 9.1 otherwise.
-pub fn decide(markers: &Markers, tensors: &IndexerTensors) -> Result<Variant, GateError> {
+pub(crate) fn decide(markers: &Markers, tensors: &IndexerTensors) -> Result<Variant, GateError> {
     let found = tensors.found;
     match (wrapper(markers)?, markers.dsa_config, tensors.presence()) {
         (_, _, Presence::Some) => Err(GateError::IndexerTensorsPartial {

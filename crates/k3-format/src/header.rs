@@ -12,13 +12,13 @@ use safetensors::Dtype;
 use thiserror::Error;
 
 /// The longest header that is read, in bytes; the limit of the safetensors format.
-pub const MAX_HEADER_BYTES: u64 = 100_000_000;
+pub(crate) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The longest tensor name, in bytes.
-pub const MAX_NAME_BYTES: usize = u16::MAX as usize;
+pub(crate) const MAX_NAME_BYTES: usize = u16::MAX as usize;
 
 /// The most dimensions a tensor may have.
-pub const MAX_RANK: usize = 8;
+pub(crate) const MAX_RANK: usize = 8;
 
 /// What is wrong with a safetensors header, without the file it stands in.
 #[derive(Debug, Error, PartialEq, Eq)]

@@ -21,6 +21,7 @@ pub(crate) struct Unplaced<'a> {
 
 /// The names of the indexer tensors, and how they were found.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct IndexerResolution {
     /// The names in use.
     pub names: IndexerNames,

@@ -12,13 +12,13 @@ use crate::small_file::read_json;
 use crate::{AttentionKind, ModelConfig, Role, TensorId};
 
 /// What every tensor of the language model begins with.
-pub const LANGUAGE_MODEL: &str = "language_model.";
+pub(crate) const LANGUAGE_MODEL: &str = "language_model.";
 /// What every tensor of a decoder layer begins with; the 0-based layer and a dot follow.
 pub const LAYER_PREFIX: &str = "language_model.model.layers.";
 
 /// Where a tensor of the table exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub(crate) enum Place {
     /// Once, beside the decoder layers.
     Model,
     /// In every decoder layer.
@@ -57,7 +57,7 @@ impl Extent {
     const MAX_PADDED: u64 = 1 << 16;
 
     /// Whether a tensor of this shape may hold it.
-    pub fn accepts(self, shape: &[u64]) -> bool {
+    pub(crate) fn accepts(self, shape: &[u64]) -> bool {
         let is = |wanted: &[usize]| {
             wanted.len() == shape.len() && wanted.iter().zip(shape).all(|(&w, &s)| w as u64 == s)
         };
@@ -107,7 +107,7 @@ pub struct TableEntry {
     /// What the tensor is for.
     pub role: Role,
     /// Where it exists.
-    pub place: Place,
+    pub(crate) place: Place,
     /// The name: all of it at model level, else what follows the layer number and its dot. Names of indexer
     /// tensors are proposals that [`IndexerNames`] may replace.
     pub suffix: &'static str,
@@ -139,7 +139,7 @@ fn indexer(c: &ModelConfig) -> (usize, usize) {
 }
 
 /// Every tensor of the language model that is not part of a routed expert.
-pub static TABLE: &[TableEntry] = {
+pub(crate) static TABLE: &[TableEntry] = {
     use Dtype::{BF16, F32};
     use Extent::{Conv, Matrix, PerChannel, PerHead, RowVector, Vector};
     use Place::{Dense, EveryLayer, FullAttention, Indexer, Kda, Model, Moe};
@@ -375,7 +375,7 @@ impl Names {
     }
 
     /// The name of a line of the table, without the layer prefix.
-    pub fn suffix<'a>(&'a self, spec: &TableEntry) -> &'a str {
+    pub(crate) fn suffix<'a>(&'a self, spec: &TableEntry) -> &'a str {
         let own = self.indexer.all().into_iter().find(|(role, _)| *role == spec.role);
         own.map_or(spec.suffix, |(_, name)| name)
     }
@@ -386,7 +386,7 @@ impl Names {
     }
 
     /// The line of the table that a name stands for in layer `layer`, if this model has it.
-    pub fn by_suffix(
+    pub(crate) fn by_suffix(
         &self,
         config: &ModelConfig,
         layer: Option<usize>,

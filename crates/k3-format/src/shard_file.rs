@@ -17,6 +17,7 @@ use crate::shard_error::ShardError;
 
 /// A file of a checkpoint. It stays open as long as its [`crate::Shards`].
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct ShardFile {
     /// File name, as the index has it.
     pub name: String,

@@ -15,19 +15,6 @@ pub fn matvec_f64(w: &Matrix, x: &[f64], y: &mut [f64]) {
     }
 }
 
-/// `y = W x` in f32, summed in column order.
-///
-/// # Panics
-/// If `x` is not `cols` long or `y` not `rows` long.
-pub fn matvec_f32(w: &Matrix, x: &[f32], y: &mut [f32]) {
-    assert_eq!((x.len(), y.len()), (w.cols(), w.rows()));
-    let mut row = vec![0.0; w.cols()];
-    for (r, y) in y.iter_mut().enumerate() {
-        w.row(r).decode_f32(&mut row);
-        *y = row.iter().zip(x).map(|(w, x)| w * x).sum();
-    }
-}
-
 /// `Y = X W^T` in f64: `x` is `[n, cols]`, `y` is `[n, rows]`, both row-major.
 ///
 /// # Panics

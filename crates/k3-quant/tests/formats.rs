@@ -65,6 +65,7 @@ fn e8m0_is_a_power_of_two_for_every_byte_but_255() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "reads a file")]
 fn e4m3_all_codes() {
     for code in 0..=255u8 {
         let (sign, e, m) = (code >> 7, i32::from(code >> 3 & 15), f64::from(code & 7));
@@ -102,6 +103,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "reads a file")]
 fn mxfp4_vectors() {
     let v = vectors("mxfp4_decode");
     let rows = &v["single_block_rows"];

@@ -1,6 +1,6 @@
 //! The fast kernels against the plain reference, and their promise about bits.
 //!
-//! Tests whose names begin with `portable` are small enough for Miri: `cargo +nightly miri test -p k3-quant portable`.
+//! Under Miri (`docs/unsafe.md`) sizes are small, and the portable kernels are the only ones.
 
 mod support;
 
@@ -110,9 +110,11 @@ fn widths(format: WeightFormat) -> &'static [usize] {
 
 #[test]
 fn every_format_and_awkward_sizes() {
+    let rows: &[usize] = if cfg!(miri) { &[7] } else { &[1, 7, 8, 33] };
+    let widest = if cfg!(miri) { 100 } else { usize::MAX };
     for format in FORMATS {
-        for rows in [1, 7, 8, 33] {
-            for &cols in widths(format) {
+        for &rows in rows {
+            for &cols in widths(format).iter().filter(|cols| **cols <= widest) {
                 // A few sums of many terms have a relative error that is up to chance.
                 if rows > 1 || cols < 600 {
                     check_values(format, rows, cols, 9);
@@ -124,6 +126,7 @@ fn every_format_and_awkward_sizes() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too large")]
 fn every_number_of_rows() {
     let batches: Vec<usize> = (1..=40).collect();
     for format in FORMATS {
@@ -134,6 +137,7 @@ fn every_number_of_rows() {
 
 /// More rows than one pass over decoded weights takes, and more weight rows than are decoded together.
 #[test]
+#[cfg_attr(miri, ignore = "too large")]
 fn large_batches() {
     for format in FORMATS {
         check_bits(format, 70, 192, &[96, 97, 203]);
@@ -142,17 +146,10 @@ fn large_batches() {
 
 /// The error does not grow with the width of the released model.
 #[test]
+#[cfg_attr(miri, ignore = "too large")]
 fn wide_matrices() {
     for format in FORMATS {
         check_values(format, 16, 7168, 2);
-    }
-}
-
-#[test]
-fn portable_kernels_small() {
-    for format in FORMATS {
-        let cols = *widths(format).iter().find(|cols| **cols > 64).unwrap();
-        check_values(format, 5, cols, 3);
     }
 }
 

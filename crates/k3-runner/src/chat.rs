@@ -59,6 +59,7 @@ pub enum ChatEvent {
 
 /// A whole reply.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ChatReply {
     /// Reasoning, content, tool calls, finish reason, and what was repaired. A cancelled reply has no finish reason.
     pub reply: Reply,
@@ -74,6 +75,7 @@ pub struct ChatReply {
 
 /// Token counts of one reply.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Usage {
     /// In the prompt.
     pub prompt_tokens: usize,
@@ -266,8 +268,7 @@ impl<'a> Reader<'a> {
             // What was begun before a marker ends there.
             self.utf8.finish(&mut text);
             events.extend(self.text(&text));
-            let known = [Control::Open, Control::Close, Control::Sep, Control::EndOfMsg, Control::Eos];
-            let control = known.into_iter().find(|c| c.spelling() == spelling).unwrap_or(Control::Other);
+            let control = Control::from_spelling(spelling).unwrap_or(Control::Other);
             events.extend(self.parser.push(Piece::Control(control)));
         } else {
             self.utf8.push(self.tokenizer.token_bytes(id)?, &mut text);

@@ -23,6 +23,7 @@ pub struct Conversation<'a, D: Device> {
 
 /// A reply in a conversation.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Turn {
     /// The reply. Its [`crate::Usage::prompt_tokens`] is the whole prompt.
     pub reply: ChatReply,

@@ -31,7 +31,7 @@ pub struct EngineOptions {
 }
 
 /// [`EngineOptions::activation_bytes`]: a prompt of 2,048 tokens is one chunk in the released models.
-pub const ACTIVATION_BYTES: u64 = 2 << 30;
+const ACTIVATION_BYTES: u64 = 2 << 30;
 
 impl Default for EngineOptions {
     fn default() -> Self {
@@ -120,21 +120,13 @@ impl<D: Device> Engine<D> {
         let checkpoint = Checkpoint::open(dir, &options.open)
             .map_err(|source| Error::Checkpoint { dir: dir.into(), source: Box::new(source) })?;
         progress(OpenProgress::Checked);
-        Self::with_checkpoint(Arc::new(checkpoint), device, options, progress)
-    }
-
-    /// Loads the pinned weights of a checkpoint that is open already, after whatever could be refused without them.
-    pub fn with_checkpoint(
-        checkpoint: Arc<Checkpoint>,
-        device: D,
-        options: &EngineOptions,
-        progress: &mut dyn FnMut(OpenProgress),
-    ) -> Result<Self, Error> {
+        let checkpoint = Arc::new(checkpoint);
         let store = Arc::new(MappedStore::new(checkpoint.clone()));
         Self::with_store(checkpoint, store, device, options, progress)
     }
 
-    /// The same over an open checkpoint and a store of the caller's.
+    /// Loads the pinned weights of a checkpoint that is open already, after whatever could be refused without them; its
+    /// experts come from a store of the caller's.
     pub fn with_store(
         checkpoint: Arc<Checkpoint>,
         store: Arc<dyn ExpertStore>,

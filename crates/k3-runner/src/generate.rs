@@ -55,6 +55,7 @@ pub enum Finish {
 
 /// A reply.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Generation {
     /// Its tokens, the one that ended it included.
     pub tokens: Vec<u32>,

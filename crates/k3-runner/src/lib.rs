@@ -31,7 +31,7 @@ mod saved;
 
 pub use chat::{ChatError, ChatEvent, ChatReply, Chatter, Usage, check_vocabulary, prompt_ids};
 pub use conversation::{Conversation, Turn};
-pub use engine::{ACTIVATION_BYTES, Engine, EngineOptions, OpenProgress, Sequence, Step};
+pub use engine::{Engine, EngineOptions, OpenProgress, Sequence, Step};
 pub use error::{Error, RunError};
 pub use generate::{Event, Finish, Generate, Generation};
 pub use record::RecordError;

@@ -48,11 +48,6 @@ impl Utf8Stream {
             self.tail.clear();
         }
     }
-
-    /// Whether bytes are held back.
-    pub fn is_pending(&self) -> bool {
-        !self.tail.is_empty()
-    }
 }
 
 /// Whether more bytes could make these a character: only what stands at the end can be so.

@@ -3,10 +3,10 @@
 use std::fmt;
 
 /// Lowest id of the special slots: ids below are ordinary BPE pieces (`docs/xtml.md` 2).
-pub const FIRST_CONTROL_ID: u32 = 163_584;
+const FIRST_CONTROL_ID: u32 = 163_584;
 
 /// Number of ids in the vocabulary, special slots included (`docs/xtml.md` 2).
-pub const VOCAB_SIZE: u32 = 163_840;
+const VOCAB_SIZE: u32 = 163_840;
 
 /// A control token. Only the first four occur in a text-only prompt (`docs/xtml.md` 3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,6 +40,11 @@ impl Control {
             FIRST_CONTROL_ID..VOCAB_SIZE => Some(Control::Other),
             _ => None,
         }
+    }
+
+    /// The control token that is spelled exactly so; `None` for all that is not one of the five with a meaning.
+    pub fn from_spelling(spelling: &str) -> Option<Control> {
+        Control::MARKERS.into_iter().chain([Control::Eos]).find(|control| control.spelling() == spelling)
     }
 
     /// The vocabulary id; `None` for [`Control::Other`], which stands for many.

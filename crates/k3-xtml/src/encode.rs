@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::control::{Channel, Control, Piece};
+use crate::control::{Channel, Control};
 use crate::error::EncodeError;
 use crate::json::dictionary;
 use crate::request::{
@@ -57,17 +57,9 @@ pub struct Segment {
     pub control: bool,
 }
 
-impl Segment {
-    /// The segment as a piece of a reply, for reading history back.
-    pub fn as_piece(&self) -> Piece<'_> {
-        let marker =
-            Control::MARKERS.into_iter().find(|marker| self.control && marker.spelling() == self.text);
-        marker.map_or(Piece::Text(&self.text), Piece::Control)
-    }
-}
-
 /// An encoded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Prompt {
     /// The prompt in order.
     pub segments: Vec<Segment>,

@@ -12,6 +12,7 @@ mod print;
 pub(crate) mod scan;
 
 pub use parse::MAX_DEPTH;
+use print::Style;
 pub(crate) use print::{push_quoted, python_float};
 pub(crate) use scan::Syntax;
 
@@ -39,6 +40,8 @@ pub enum Value {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Number {
     text: String,
+    /// Whether it has a fraction or an exponent (or is not finite): Python reads it as a float, all others as integers
+    /// of any size.
     float: bool,
 }
 
@@ -52,12 +55,6 @@ impl Number {
     /// The spelling of the source, such as `1e2` or `1.50`.
     pub fn as_source(&self) -> &str {
         &self.text
-    }
-
-    /// Whether it has a fraction or an exponent (or is not finite): Python reads it as a float, all others as
-    /// integers of any size.
-    pub fn is_float(&self) -> bool {
-        self.float
     }
 }
 
@@ -132,14 +129,14 @@ impl Value {
     /// Form J of `docs/xtml.md` 7: keys sorted by code point at every depth, no spaces, non-ASCII raw.
     pub fn to_sorted(&self) -> String {
         let mut out = String::new();
-        print::sorted(self, &mut out);
+        print::print(self, Style::Sorted, &mut out);
         out
     }
 
     /// The form of argument values of `docs/xtml.md` 9: keys in order, `", "` and `": "` between, non-ASCII raw.
     pub fn to_spaced(&self) -> String {
         let mut out = String::new();
-        print::spaced(self, &mut out);
+        print::print(self, Style::Spaced, &mut out);
         out
     }
 
@@ -224,6 +221,7 @@ impl From<Vec<Value>> for Value {
 
 /// Why a text is not the JSON that was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum JsonError {
     /// The text breaks the syntax.
     #[error("reading JSON: expected {expected} at byte {at}")]

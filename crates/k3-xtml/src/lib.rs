@@ -50,7 +50,7 @@ pub mod json;
 mod reply;
 mod request;
 
-pub use control::{Channel, Control, FIRST_CONTROL_ID, Piece, VOCAB_SIZE};
+pub use control::{Channel, Control, Piece};
 pub use encode::{EncodeOptions, Entry, Prompt, Revision, Segment, encode};
 pub use error::EncodeError;
 pub use reply::{

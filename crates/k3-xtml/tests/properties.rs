@@ -101,10 +101,18 @@ fn render(message: Message) -> Vec<Segment> {
     encode(&request, &EncodeOptions { entry: Entry::Bare, revision: Revision::Current }).unwrap().segments
 }
 
+fn piece(segment: &Segment) -> Piece<'_> {
+    if segment.control {
+        Piece::Control(Control::from_spelling(&segment.text).expect("a marker"))
+    } else {
+        Piece::Text(&segment.text)
+    }
+}
+
 /// The part of a rendered assistant message that the model would have written.
 fn reply_of(segments: &[Segment]) -> Vec<Piece<'_>> {
     let think = segments.iter().position(|s| !s.control && s.text == "think").expect("a think element");
-    segments[think + 2..].iter().map(Segment::as_piece).collect()
+    segments[think + 2..].iter().map(piece).collect()
 }
 
 proptest! {

@@ -14,7 +14,7 @@ mod tensor;
 pub use compare::{Check, Found, Outcome, compare};
 pub use layout::{Axis, Entry, Rows, Rule, Sizes, layout};
 pub use read::Expectations;
-pub use record::{Injection, Recorder, Wanted};
+pub use record::{Injection, Wanted};
 pub use run::{Recording, record};
 pub use tensor::{Tensor, Tensors, Values, read_tensors, write_tensors};
 

@@ -1,7 +1,7 @@
 //! An observer that keeps what expectations are about.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
 use anyhow::{Result, ensure};
 use k3_graph::{Observer, Point, Probe, Routing, Selected, Selection};
@@ -61,8 +61,9 @@ pub(super) struct Choices {
 }
 
 /// Keeps what passes during a prompt and the tokens after it.
-#[derive(Debug)]
-pub struct Recorder {
+pub(super) struct Recorder<'a> {
+    /// Called after every layer of every pass.
+    layer_done: &'a mut dyn FnMut(),
     wanted: Wanted,
     injection: Injection,
     hidden: usize,
@@ -110,11 +111,17 @@ impl Slot {
     }
 }
 
-impl Recorder {
+impl<'a> Recorder<'a> {
     /// For a prompt of `sizes.tokens`.
-    pub fn new(sizes: &Sizes, wanted: Wanted, injection: Injection) -> Self {
+    pub(super) fn new(
+        sizes: &Sizes,
+        wanted: Wanted,
+        injection: Injection,
+        layer_done: &'a mut dyn FnMut(),
+    ) -> Self {
         let indexer = sizes.config.indexer.as_ref();
         Self {
+            layer_done,
             wanted,
             injection,
             hidden: sizes.config.hidden_size,
@@ -130,7 +137,7 @@ impl Recorder {
     }
 
     /// The next pass runs these positions, with logits at each of them: a chunk of the prompt or one token after it.
-    pub fn begin(&mut self, pass: Range<usize>) {
+    pub(super) fn begin(&mut self, pass: Range<usize>) {
         self.pass = pass;
     }
 
@@ -143,7 +150,7 @@ impl Recorder {
     }
 }
 
-impl Observer for Recorder {
+impl Observer for Recorder<'_> {
     fn wants(&self, probe: Probe) -> bool {
         match probe {
             Probe::Activations | Probe::AttnRes => self.in_prompt(),
@@ -202,6 +209,11 @@ impl Observer for Recorder {
                 choices.scores.entry(layer).or_default().push(scaled);
             }
         }
+    }
+
+    fn layer_done(&mut self, _done: usize, _layers: usize) -> ControlFlow<()> {
+        (self.layer_done)();
+        ControlFlow::Continue(())
     }
 }
 

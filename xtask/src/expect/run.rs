@@ -1,11 +1,9 @@
 //! One recorded run: a prompt, and a greedy continuation.
 
-use std::ops::ControlFlow;
-
 use anyhow::{Result, anyhow, ensure};
 use k3_graph::device::StateTensor;
 use k3_graph::select::argmax;
-use k3_graph::{Device, LogitsWanted, Observer, Point, Probe, Routing, Selection};
+use k3_graph::{Device, LogitsWanted};
 use k3_runner::{Engine, LogitsHash, RunError};
 
 use super::layout::fits_memory;
@@ -35,14 +33,13 @@ pub fn record<D: Device>(
     layer_done: &mut dyn FnMut(),
 ) -> Result<Recording> {
     fits_memory(sizes, wanted)?;
-    let mut recorder = Recorder::new(sizes, wanted, injection);
+    let mut recorder = Recorder::new(sizes, wanted, injection, layer_done);
     let mut sequence = engine.new_sequence()?;
     let mut logits = Vec::new();
     for chunk in prompt.chunks(engine.chunk_tokens()) {
         let start = sequence.position();
         recorder.begin(start..start + chunk.len());
-        let observer = &mut Ticking { inner: &mut recorder, layer_done };
-        logits.extend(engine.run(&mut sequence, chunk, LogitsWanted::All, observer)?.values);
+        logits.extend(engine.run(&mut sequence, chunk, LogitsWanted::All, &mut recorder)?.values);
     }
     let state = sequence.state().export(engine.model().device()).map_err(|source| {
         // Only a sequence that failed cannot be exported, and this one did not.
@@ -58,8 +55,7 @@ pub fn record<D: Device>(
         greedy_logits.extend_from_slice(&row);
         let start = sequence.position();
         recorder.begin(start..start + 1);
-        let observer = &mut Ticking { inner: &mut recorder, layer_done };
-        row = engine.run(&mut sequence, &[token], LogitsWanted::Last, observer)?.values;
+        row = engine.run(&mut sequence, &[token], LogitsWanted::Last, &mut recorder)?.values;
     }
 
     let mut found = Collected { recorder, sizes, state: state.layers, tensors: Tensors::new() };
@@ -72,40 +68,9 @@ pub fn record<D: Device>(
     Ok(Recording { tensors: found.tensors, logits_hash })
 }
 
-/// Passes everything on and counts layers.
-struct Ticking<'a> {
-    inner: &'a mut Recorder,
-    layer_done: &'a mut dyn FnMut(),
-}
-
-impl Observer for Ticking<'_> {
-    fn wants(&self, probe: Probe) -> bool {
-        self.inner.wants(probe)
-    }
-    fn activation(&mut self, point: Point, values: &[f32]) {
-        self.inner.activation(point, values);
-    }
-    fn replace(&mut self, point: Point) -> Option<Vec<f32>> {
-        self.inner.replace(point)
-    }
-    fn attn_res_weights(&mut self, point: Point, weights: &[f32]) {
-        self.inner.attn_res_weights(point, weights);
-    }
-    fn routing(&mut self, layer: usize, routing: &Routing) {
-        self.inner.routing(layer, routing);
-    }
-    fn selection(&mut self, layer: usize, selection: &Selection, scores: &[Vec<f32>]) {
-        self.inner.selection(layer, selection, scores);
-    }
-    fn layer_done(&mut self, _done: usize, _layers: usize) -> ControlFlow<()> {
-        (self.layer_done)();
-        ControlFlow::Continue(())
-    }
-}
-
 /// A finished recorder on its way to tensors.
 struct Collected<'a> {
-    recorder: Recorder,
+    recorder: Recorder<'a>,
     sizes: &'a Sizes,
     /// One entry a layer.
     state: Vec<Vec<StateTensor>>,

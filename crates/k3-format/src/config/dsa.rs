@@ -6,6 +6,7 @@ use crate::AttentionKind;
 
 /// What `dsa_config` says. What it may leave out, the tensor shapes say.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DsaConfig {
     /// Heads, if given.
     pub n_heads: Option<usize>,

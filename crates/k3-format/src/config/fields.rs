@@ -10,6 +10,7 @@ use crate::printable::printable;
 
 /// One field of a config file that is missing or cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ConfigProblem {
     /// Path of the field, such as `text_config.linear_attn_config.num_heads`.
     pub field: String,

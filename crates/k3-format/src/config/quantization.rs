@@ -15,6 +15,7 @@ const KEY: &str = "quantization_config";
 
 /// How the routed experts of a checkpoint are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ExpertFormat {
     /// `weight_packed`, `weight_scale` U8.
     Mxfp4,
@@ -46,6 +47,7 @@ impl fmt::Display for ExpertFormat {
 
 /// What `quantization_config` says.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct QuantizationConfig {
     /// The format of the routed experts.
     pub format: ExpertFormat,
@@ -64,6 +66,7 @@ pub struct QuantizationConfig {
 
 /// Modules that are said to be quantized in one way.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct QuantizationGroup {
     /// Path of the entry that says how, for messages.
     pub entry: String,

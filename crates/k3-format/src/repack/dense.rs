@@ -23,7 +23,7 @@ const BLOCK: usize = 4 << 20;
 ///
 /// Only the large projections are ever quantized ([`Role::is_quantized_on_request`]), and of them those whose rows are
 /// whole blocks. What is stored as F32 stays so.
-pub fn dense_format(role: Option<Role>, tensor: &TensorInfo<'_>, wanted: DenseFormat) -> DenseFormat {
+pub(super) fn dense_format(role: Option<Role>, tensor: &TensorInfo<'_>, wanted: DenseFormat) -> DenseFormat {
     let block = wanted.weight_format().map_or(1, |format| format.column_block() as u64);
     let fits = matches!(tensor.shape, [rows, cols] if *rows > 0 && *cols > 0 && cols % block == 0);
     if role.is_some_and(Role::is_quantized_on_request) && tensor.dtype == safetensors::Dtype::BF16 && fits {

@@ -13,6 +13,7 @@ use super::report::Outcome;
 
 /// Differences of one shard.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct ShardDifferences {
     /// File name.
     pub file: String,
@@ -41,6 +42,7 @@ impl ShardDifferences {
 
 /// A tree that failed its verification.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub struct Differences {
     /// The tree.
     pub dir: PathBuf,
@@ -73,6 +75,7 @@ impl fmt::Display for Differences {
 /// What became of the index of a tree that is not as it should be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum IndexFate {
     /// It was removed: nothing takes the tree for whole, and the next run compares every shard with the source.
     Removed,

@@ -165,6 +165,7 @@ impl RepackError {
 
 /// A matrix of a routed expert that is not converted.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct Refusal {
     /// 0-based layer.
     pub layer: usize,
@@ -246,6 +247,7 @@ impl fmt::Display for Refusal {
 
 /// All matrices that cannot be converted without loss.
 #[derive(Clone, Debug, Default, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub struct Refusals {
     /// The first [`Refusals::LISTED`], by layer, expert and matrix.
     pub first: Vec<Refusal>,

@@ -42,7 +42,6 @@ mod source_id;
 mod target;
 mod verify;
 
-pub use dense::dense_format;
 pub use differences::{Differences, IndexFate, ShardDifferences};
 pub use error::{Refusal, Refusals, RepackError};
 pub use estimate::Estimate;

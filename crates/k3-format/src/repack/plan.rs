@@ -23,6 +23,7 @@ pub(super) const DATA_ALIGN: u64 = 4096;
 
 /// All shards that a source and a recipe give.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Plan {
     /// The recipe.
     pub recipe: Recipe,
@@ -38,6 +39,7 @@ pub struct Plan {
 
 /// Tensors that are left out.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Dropped {
     /// Why.
     pub why: &'static str,
@@ -49,6 +51,7 @@ pub struct Dropped {
 
 /// One shard of the result: routed experts in id order, then dense tensors, then what experts have beside their runs.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ShardPlan {
     /// File name.
     pub name: String,
@@ -70,6 +73,7 @@ pub struct ShardPlan {
 
 /// A tensor outside the routed experts, and what becomes of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DensePlan {
     /// Its name in the source.
     pub source: String,
@@ -208,7 +212,7 @@ impl Plan {
     }
 
     /// The tensors of a shard, in file order.
-    pub fn specs<'a>(&'a self, shard: &'a ShardPlan) -> impl Iterator<Item = TensorSpec> + 'a {
+    pub(super) fn specs<'a>(&'a self, shard: &'a ShardPlan) -> impl Iterator<Item = TensorSpec> + 'a {
         let layer = shard.layer.filter(|_| shard.has_experts);
         let experts = layer.into_iter().flat_map(|layer| self.expert_specs(layer));
         let beside = layer.into_iter().flat_map(|layer| self.beside_specs(layer));
@@ -263,7 +267,7 @@ impl Plan {
     }
 
     /// Positions of the shards that a run over `layers` writes: those of the layers and all that belong to none.
-    pub fn selected(&self, layers: Option<&Range<usize>>) -> Vec<usize> {
+    pub(super) fn selected(&self, layers: Option<&Range<usize>>) -> Vec<usize> {
         let selected = |shard: &ShardPlan| match (shard.layer, layers) {
             (Some(layer), Some(layers)) => layers.contains(&layer),
             _ => true,

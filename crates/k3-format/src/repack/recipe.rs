@@ -8,6 +8,7 @@ use crate::{ExpertFormat, LinearFormat};
 
 /// How the routed experts are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ExpertTarget {
     /// NVFP4: the same 4-bit codes, scales rewritten without loss (`docs/nvfp4.md` 1).
     #[default]
@@ -102,7 +103,7 @@ pub struct Recipe {
     /// Names of NVFP4 experts. MXFP4 has one set of names, those of compressed-tensors.
     pub names: Naming,
     /// Format of the large matrices outside the routed experts; the small and the sensitive ones stay as they are
-    /// ([`super::dense_format`]).
+    /// ([`Role::is_quantized_on_request`](crate::Role::is_quantized_on_request)).
     pub dense: DenseFormat,
     /// Leave out `vision_tower.*` and `mm_projector.*`.
     pub text_only: bool,

@@ -15,6 +15,7 @@ use super::verify::Proof;
 
 /// The block exponents of the routed experts of a layer, or of all layers together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Exponents {
     /// 0-based layer; `None` of all together.
     #[serde(skip_serializing_if = "Option::is_none", default)]
@@ -84,6 +85,7 @@ impl Exponents {
 
 /// What quantizing a matrix cost.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct MatrixRounding {
     /// The tensor of the source.
     pub tensor: String,
@@ -108,6 +110,7 @@ impl MatrixRounding {
 
 /// What quantizing cost all matrices that are called alike, such as `self_attn.q_proj`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct KindRounding {
     /// Their name without that of the layer.
     pub kind: String,
@@ -154,6 +157,7 @@ impl KindRounding {
 
 /// A file that was written.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct FileRecord {
     /// File name.
     pub name: String,
@@ -171,6 +175,7 @@ pub struct FileRecord {
 
 /// What of the source is not in the result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct LeftOut {
     /// Tensors, by reason.
     pub tensors: BTreeMap<&'static str, usize>,
@@ -180,6 +185,7 @@ pub struct LeftOut {
 
 /// What a finished tree is. It stands in the tree as `repack.json` and is the same whatever happened on the way there.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct Report {
     /// The version of this object.
     pub k3_repack: u32,

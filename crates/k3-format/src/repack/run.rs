@@ -28,6 +28,7 @@ use super::target::{self, Outputs, State};
 
 /// How files are read and written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum IoMode {
     /// Past the page cache where both file systems can, else through it.
     #[default]
@@ -40,6 +41,7 @@ pub enum IoMode {
 
 /// What is read again when the tree is whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum VerifyMode {
     /// Nothing but the headers.
     #[default]
@@ -87,6 +89,7 @@ pub enum Phase {
 
 /// How far a run is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Progress {
     /// What it is doing.
     pub phase: Phase,

@@ -18,6 +18,7 @@ const SAMPLE: usize = 4096;
 /// A source: every shard's name, length and header, the checkpoint's identity with its small tensors and samples of
 /// large ones, samples of two experts a layer, and the small files beside the shards.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SourceId {
     /// [`crate::CheckpointId`].
     pub checkpoint: String,
@@ -31,6 +32,7 @@ pub struct SourceId {
 
 /// A file of a source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct SourceFile {
     /// File name.
     pub name: String,

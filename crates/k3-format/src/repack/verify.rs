@@ -20,6 +20,7 @@ use super::report::FileRecord;
 
 /// What a verification compared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Proof {
     /// Shards that were read again and had the BLAKE3 that they were written with.
     pub shards_hashed: usize,

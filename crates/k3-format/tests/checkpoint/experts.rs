@@ -4,8 +4,8 @@ use k3_format::{Error, ExpertFormat, ExpertLocation, TensorProblem, Warning};
 use k3_quant::GlobalScale;
 use serde_json::{Value, json};
 
-use crate::decoded;
 use crate::snapshot::{Snapshot, Tensor, f32s};
+use crate::{check_same_expert, decoded};
 
 const EXPERT: &str = "language_model.model.layers.1.block_sparse_moe.experts.0";
 
@@ -91,13 +91,7 @@ fn one_logical_weight_reads_the_same_in_all_three_formats() {
         assert_eq!(checkpoint.expert_format(), format);
         assert_eq!(checkpoint.experts().scattered(), 0);
         for (layer, expert) in [(1, 0), (2, 7), (4, 3)] {
-            let a = source.expert(layer, expert).expect("MXFP4");
-            for b in [checkpoint.expert(layer, expert), checkpoint.read_expert(layer, expert)] {
-                let b = b.expect("NVFP4");
-                assert_eq!(decoded(&a.w1), decoded(&b.w1), "{format}");
-                assert_eq!(decoded(&a.w2), decoded(&b.w2), "{format}");
-                assert_eq!(decoded(&a.w3), decoded(&b.w3), "{format}");
-            }
+            check_same_expert(&source, &checkpoint, layer, expert);
         }
         let globals = checkpoint.experts().global_scales(1, 0).expect("an expert").expect("NVFP4 has them");
         let factor = matches!(globals[0], GlobalScale::Factor(_));
@@ -368,13 +362,7 @@ fn scattered_experts_are_counted_and_read_the_same() {
     assert_eq!(checkpoint.experts().scattered(), 3);
     assert!(checkpoint.warnings().contains(&Warning::ScatteredExperts(3)));
     for (layer, expert) in [(1, 0), (2, 1), (4, 6), (4, 5), (3, 0)] {
-        let a = source.expert(layer, expert).expect("there");
-        for b in [checkpoint.expert(layer, expert), checkpoint.read_expert(layer, expert)] {
-            let b = b.expect("there");
-            assert_eq!(decoded(&a.w1), decoded(&b.w1), "layer {layer} expert {expert}");
-            assert_eq!(decoded(&a.w2), decoded(&b.w2), "layer {layer} expert {expert}");
-            assert_eq!(decoded(&a.w3), decoded(&b.w3), "layer {layer} expert {expert}");
-        }
+        check_same_expert(&source, &checkpoint, layer, expert);
     }
     let mut short = vec![0; checkpoint.experts().layout().len - 1];
     assert!(matches!(checkpoint.read_expert_into(1, 0, &mut short), Err(Error::ExpertBuffer { .. })));

@@ -24,6 +24,18 @@ pub(crate) fn decoded(matrix: &Matrix) -> Vec<f32> {
     out
 }
 
+/// Both ways to an expert of `found` give the values that it has in `source`.
+#[track_caller]
+pub(crate) fn check_same_expert(source: &Checkpoint, found: &Checkpoint, layer: usize, expert: u32) {
+    let a = source.expert(layer, expert).expect("there");
+    for b in [found.expert(layer, expert), found.read_expert(layer, expert)] {
+        let b = b.expect("there");
+        for (a, b) in [(&a.w1, &b.w1), (&a.w2, &b.w2), (&a.w3, &b.w3)] {
+            assert_eq!(decoded(a), decoded(b), "{}, layer {layer}, expert {expert}", found.expert_format());
+        }
+    }
+}
+
 fn check_fixture(name: &str, variant: Variant, tensors: usize) {
     let read = Checkpoint::open(&fixture(name), &OpenOptions::default()).unwrap_or_else(|e| panic!("{e}"));
     let mapped =

@@ -3,8 +3,8 @@
 use k3_format::names::{Extent, Names};
 use k3_format::{Checkpoint, Dtype, ExpertLocation, LoadMode, OpenOptions, Warning};
 
-use crate::decoded;
 use crate::snapshot::{Snapshot, fixture};
+use crate::{check_same_expert, decoded};
 
 const OTHER: &str = "model-00002-of-000002.safetensors";
 
@@ -28,13 +28,7 @@ fn check_equal(snapshot: &Snapshot) -> Checkpoint {
         }
         for layer in 1..source.config().num_hidden_layers() {
             for expert in 0..source.config().moe.num_experts as u32 {
-                let a = source.expert(layer, expert).expect("there");
-                for b in [found.expert(layer, expert), found.read_expert(layer, expert)] {
-                    let b = b.expect("there");
-                    for (a, b) in [(&a.w1, &b.w1), (&a.w2, &b.w2), (&a.w3, &b.w3)] {
-                        assert_eq!(decoded(a), decoded(b), "layer {layer} expert {expert}");
-                    }
-                }
+                check_same_expert(&source, &found, layer, expert);
             }
         }
     }

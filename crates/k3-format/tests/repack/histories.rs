@@ -7,13 +7,7 @@ use std::time::{Duration, SystemTime};
 use k3_format::repack::{IoMode, Phase, Recipe, Repack, RepackError, RunOptions};
 
 use super::snapshot::Snapshot;
-use super::{Workshop, flip, place, same};
-
-fn layers(range: std::ops::Range<usize>) -> RunOptions {
-    let mut options = RunOptions::default();
-    options.layers = Some(range);
-    options
-}
+use super::{Workshop, flip, of_layers, place, same};
 
 const JOURNAL: &str = ".repack-journal";
 
@@ -22,13 +16,12 @@ fn parts_add_up() {
     let workshop = Workshop::of("tiny-k31");
     workshop.tree("whole", Recipe::default(), &RunOptions::default());
     for range in [7..13, 0..2] {
-        let outcome =
-            workshop.run("parts", Recipe::default(), &layers(range)).unwrap_or_else(|e| panic!("{e}"));
+        let outcome = workshop.part("parts", range);
         assert!(outcome.report.is_none() && !outcome.missing.is_empty());
         let files = workshop.files("parts");
         assert!(!files.contains_key("model.safetensors.index.json") && files.contains_key(JOURNAL));
     }
-    let outcome = workshop.run("parts", Recipe::default(), &layers(2..7)).unwrap_or_else(|e| panic!("{e}"));
+    let outcome = workshop.part("parts", 2..7);
     assert_eq!((outcome.resumed, outcome.written.len()), (10, 5));
     assert!(outcome.report.is_some());
     same(&workshop.files("whole"), &workshop.files("parts"));
@@ -45,7 +38,7 @@ fn journals_cut_anywhere() {
     let workshop = Workshop::of("tiny-k31");
     workshop.tree("whole", Recipe::default(), &RunOptions::default());
     let whole = workshop.files("whole");
-    workshop.run("part", Recipe::default(), &layers(0..4)).unwrap_or_else(|e| panic!("{e}"));
+    workshop.part("part", 0..4);
     let part = workshop.files("part");
     let journal = &part[JOURNAL];
     let target = workshop.out.path().join("cut");
@@ -135,7 +128,7 @@ fn changed(workshop: &Workshop, what: &str) {
 fn a_changed_source_is_refused() {
     let mut snapshot = Snapshot::of("tiny-k31");
     let mut workshop = Workshop::new(&snapshot);
-    workshop.run("tree", Recipe::default(), &layers(0..5)).unwrap_or_else(|e| panic!("{e}"));
+    workshop.part("tree", 0..5);
     let before = workshop.files("tree");
 
     let mut other = Snapshot::of("tiny-k31");
@@ -175,7 +168,7 @@ fn touch(dir: &Path, seconds: u64) {
 fn a_moved_source_is_compared_and_accepted() {
     let workshop = Workshop::of("tiny-k31");
     workshop.tree("whole", Recipe::default(), &RunOptions::default());
-    workshop.run("tree", Recipe::default(), &layers(0..5)).unwrap_or_else(|e| panic!("{e}"));
+    workshop.part("tree", 0..5);
     touch(workshop.source.path(), 1_000_000_000);
     let source = super::open(workshop.source.path());
     let repack = Repack::new(&source, Recipe::default()).unwrap_or_else(|e| panic!("{e}"));
@@ -186,7 +179,7 @@ fn a_moved_source_is_compared_and_accepted() {
         (0..13, &[Phase::Writing]),
     ] {
         let mut phases = Vec::new();
-        let outcome = repack.run(&workshop.out.path().join("tree"), &layers(range), &mut |progress| {
+        let outcome = repack.run(&workshop.out.path().join("tree"), &of_layers(range), &mut |progress| {
             if phases.last() != Some(&progress.phase) {
                 phases.push(progress.phase);
             }

@@ -12,6 +12,7 @@ mod verification;
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -51,9 +52,20 @@ impl Workshop {
         outcome
     }
 
+    /// A tree of this name, of which another run makes these layers.
+    pub(crate) fn part(&self, name: &str, layers: Range<usize>) -> Outcome {
+        self.run(name, Recipe::default(), &of_layers(layers)).unwrap_or_else(|e| panic!("{e}"))
+    }
+
     pub(crate) fn files(&self, name: &str) -> BTreeMap<String, Vec<u8>> {
         files(&self.out.path().join(name))
     }
+}
+
+pub(crate) fn of_layers(layers: Range<usize>) -> RunOptions {
+    let mut options = RunOptions::default();
+    options.layers = Some(layers);
+    options
 }
 
 pub(crate) fn open(dir: &Path) -> Checkpoint {

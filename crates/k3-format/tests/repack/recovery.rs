@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use k3_format::repack::{ExpertTarget, Naming, Recipe, RepackError, RunOptions, VerifyMode};
 
-use super::{Workshop, flip, flip_last, same};
+use super::{Workshop, flip, flip_last, of_layers, same};
 
 const REPORT: &str = "repack.json";
 const JOURNAL: &str = ".repack-journal";
@@ -68,15 +68,12 @@ fn a_finished_tree_without_its_report() {
 fn an_unfinished_tree_without_its_journal() {
     let workshop = Workshop::of("tiny-k31");
     workshop.tree("whole", Recipe::default(), &RunOptions::default());
-    let mut options = RunOptions::default();
-    options.layers = Some(0..4);
-    workshop.run("tree", Recipe::default(), &options).unwrap_or_else(|e| panic!("{e}"));
+    workshop.part("tree", 0..4);
     let dir = workshop.out.path().join("tree");
     fs::remove_file(dir.join(JOURNAL)).expect("removed");
     flip_last(&dir.join(shard(2)));
     // A wrong shard that is not asked for is not kept either.
-    options.layers = Some(3..6);
-    let outcome = workshop.run("tree", Recipe::default(), &options).unwrap_or_else(|e| panic!("{e}"));
+    let outcome = workshop.part("tree", 3..6);
     assert_eq!((outcome.resumed, outcome.written.len(), outcome.missing.len()), (5, 2, 8));
     assert!(outcome.missing.contains(&shard(2)) && !dir.join(shard(2)).exists());
     let outcome = workshop.tree("tree", Recipe::default(), &RunOptions::default());
@@ -89,8 +86,7 @@ fn an_unfinished_tree_without_its_journal() {
 fn a_journal_with_a_damaged_line() {
     let workshop = Workshop::of("tiny-k31");
     workshop.tree("whole", Recipe::default(), &RunOptions::default());
-    let mut options = RunOptions::default();
-    options.layers = Some(0..12);
+    let mut options = of_layers(0..12);
     options.jobs = 1;
     workshop.run("tree", Recipe::default(), &options).unwrap_or_else(|e| panic!("{e}"));
     let journal = workshop.out.path().join("tree").join(JOURNAL);

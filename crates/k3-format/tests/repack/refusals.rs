@@ -112,9 +112,7 @@ fn exponents_of_refused_and_of_partial_runs() {
     set(&mut snapshot, (4, 15, "w2"), 1, 255, false);
     set(&mut snapshot, (6, 2, "w2"), 1, 20, false);
     let workshop = Workshop::new(&snapshot);
-    let mut options = RunOptions::default();
-    options.layers = Some(0..3);
-    let outcome = workshop.run("tree", Recipe::default(), &options).unwrap_or_else(|e| panic!("{e}"));
+    let outcome = workshop.part("tree", 0..3);
     let layers = |exponents: &[Exponents]| exponents.iter().filter_map(|e| e.layer).collect::<Vec<_>>();
     assert_eq!(layers(&outcome.exponents), [1, 2]);
     // Layers 1 and 2 are of the run before.

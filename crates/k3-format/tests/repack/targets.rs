@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use k3_format::repack::{ExpertTarget, Recipe, RepackError, RunOptions};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
-use super::{Workshop, files, run, same};
+use super::{Workshop, files, of_layers, run, same};
 
 fn attempt(source: &Path, target: &Path) -> RepackError {
     match run(source, target, Recipe::default(), &RunOptions::default()) {
@@ -80,9 +80,7 @@ fn never_over_something_else() {
     let victim = out("victim");
     fs::write(&victim, "mine").expect("written");
     workshop.tree("whole", Recipe::default(), &RunOptions::default());
-    let mut options = RunOptions::default();
-    options.layers = Some(0..3);
-    workshop.run("part", Recipe::default(), &options).unwrap_or_else(|e| panic!("{e}"));
+    workshop.part("part", 0..3);
     symlink(&victim, out("part/model-00009-of-00015.safetensors")).expect("linked");
     let error = attempt(workshop.source.path(), &out("part"));
     assert!(error.to_string().contains("symbolic link"), "{error}");
@@ -145,9 +143,7 @@ fn things_that_are_no_files() {
 #[test]
 fn one_run_at_a_time_and_one_recipe() {
     let workshop = Workshop::of("tiny-k31");
-    let mut options = RunOptions::default();
-    options.layers = Some(0..3);
-    workshop.run("tree", Recipe::default(), &options).unwrap_or_else(|e| panic!("{e}"));
+    workshop.part("tree", 0..3);
     let target = workshop.out.path().join("tree");
     let before = files(&target);
     let lock = File::open(target.join(".repack-journal")).expect("a journal");
@@ -155,7 +151,7 @@ fn one_run_at_a_time_and_one_recipe() {
     assert!(matches!(attempt(workshop.source.path(), &target), RepackError::TargetBusy { .. }));
     drop(lock);
     for recipe in [Recipe::default().experts(ExpertTarget::Mxfp4), Recipe::default().text_only(true)] {
-        match workshop.run("tree", recipe, &options) {
+        match workshop.run("tree", recipe, &of_layers(0..3)) {
             Err(error @ RepackError::OtherRecipe { .. }) => {
                 assert!(
                     error.to_string().contains("--experts nvfp4 --names compressed-tensors --dense bf16,"),

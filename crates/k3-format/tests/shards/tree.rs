@@ -61,6 +61,10 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
+/// What git-lfs leaves in place of a file.
+pub(crate) const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/v1\n\
+    oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 16990916912\n";
+
 pub(crate) struct Tree(pub(crate) TempDir);
 
 impl Tree {

@@ -336,10 +336,10 @@ pub(super) fn nvfp4_block(set: InstructionSet) -> Nvfp4Block {
     match set {
         InstructionSet::Portable => |v, m, p, e| encode_nvfp4(v, m, p, e),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: callers have checked that this machine has AVX2.
+        // SAFETY: `set` is an `Encoder`'s, which takes no set that this machine does not have; it names these features.
         InstructionSet::Avx2 => |v, m, p, e| unsafe { nvfp4_avx2(v, m, p, e) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: callers have checked that this machine has AVX-512.
+        // SAFETY: as above.
         InstructionSet::Avx512 => |v, m, p, e| unsafe { nvfp4_avx512(v, m, p, e) },
     }
 }
@@ -349,10 +349,10 @@ pub(super) fn int4_group(set: InstructionSet) -> Int4Group {
     match set {
         InstructionSet::Portable => |v, p, e| encode_int4(v, p, e),
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: callers have checked that this machine has AVX2.
+        // SAFETY: `set` is an `Encoder`'s, which takes no set that this machine does not have; it names these features.
         InstructionSet::Avx2 => |v, p, e| unsafe { int4_avx2(v, p, e) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: callers have checked that this machine has AVX-512.
+        // SAFETY: as above.
         InstructionSet::Avx512 => |v, p, e| unsafe { int4_avx512(v, p, e) },
     }
 }

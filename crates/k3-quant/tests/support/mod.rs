@@ -1,9 +1,13 @@
 //! Matrices of every format, and their products by every set of kernels.
 
+mod lcg;
+
 use std::ops::Range;
 
 use k3_quant::cpu::{Activations, InstructionSet, Mode, matmul_rows_with};
 use k3_quant::{GlobalScale, Matrix, ScaleDivisor, Scales, WeightFormat, bf16};
+
+pub(crate) use lcg::Lcg;
 
 pub(crate) const FORMATS: [WeightFormat; 6] = [
     WeightFormat::F32,
@@ -16,17 +20,7 @@ pub(crate) const FORMATS: [WeightFormat; 6] = [
 
 pub(crate) const MODES: [Mode; 2] = [Mode::Exact, Mode::Int8];
 
-/// A small fixed-seed generator; the quality of the numbers does not matter here.
-pub(crate) struct Lcg(pub(crate) u64);
-
 impl Lcg {
-    pub(crate) fn next(&mut self) -> u32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as u32
-    }
-    pub(crate) fn unit(&mut self) -> f32 {
-        self.next() as f32 / (1u64 << 30) as f32 - 1.0
-    }
     pub(crate) fn units(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.unit()).collect()
     }

@@ -4,60 +4,45 @@ use std::fmt::Write as _;
 
 use super::{Value, dictionary};
 
-/// Keys sorted at every depth, separators `,` and `:`.
-pub(super) fn sorted(value: &Value, out: &mut String) {
+/// Which arguments of `json.dumps`.
+#[derive(Clone, Copy)]
+pub(super) enum Style {
+    /// Keys sorted at every depth, separators `,` and `:`.
+    Sorted,
+    /// Keys in order, separators `", "` and `": "`.
+    Spaced,
+}
+
+pub(super) fn print(value: &Value, style: Style, out: &mut String) {
+    let (comma, colon) = match style {
+        Style::Sorted => (",", ":"),
+        Style::Spaced => (", ", ": "),
+    };
     match value {
         Value::Array(items) => {
             out.push('[');
             for (i, item) in items.iter().enumerate() {
                 if i > 0 {
-                    out.push(',');
+                    out.push_str(comma);
                 }
-                sorted(item, out);
+                print(item, style, out);
             }
             out.push(']');
         }
         Value::Object(pairs) => {
             let mut entries = dictionary(pairs);
-            // UTF-8 byte order is code point order.
-            entries.sort_unstable_by_key(|(key, _)| *key);
+            if let Style::Sorted = style {
+                // UTF-8 byte order is code point order.
+                entries.sort_unstable_by_key(|(key, _)| *key);
+            }
             out.push('{');
             for (i, (key, value)) in entries.into_iter().enumerate() {
                 if i > 0 {
-                    out.push(',');
+                    out.push_str(comma);
                 }
                 push_quoted(key, out);
-                out.push(':');
-                sorted(value, out);
-            }
-            out.push('}');
-        }
-        scalar => push_scalar(scalar, out),
-    }
-}
-
-/// Keys in order, separators `", "` and `": "`.
-pub(super) fn spaced(value: &Value, out: &mut String) {
-    match value {
-        Value::Array(items) => {
-            out.push('[');
-            for (i, item) in items.iter().enumerate() {
-                if i > 0 {
-                    out.push_str(", ");
-                }
-                spaced(item, out);
-            }
-            out.push(']');
-        }
-        Value::Object(pairs) => {
-            out.push('{');
-            for (i, (key, value)) in dictionary(pairs).into_iter().enumerate() {
-                if i > 0 {
-                    out.push_str(", ");
-                }
-                push_quoted(key, out);
-                out.push_str(": ");
-                spaced(value, out);
+                out.push_str(colon);
+                print(value, style, out);
             }
             out.push('}');
         }

@@ -70,8 +70,7 @@ pub(crate) fn request(case: &Value) -> Result<ChatRequest, k3_xtml::EncodeError>
 
 /// A chunk of a decode case in token mode: what spells a marker is the marker.
 pub(crate) fn piece(chunk: &str) -> Piece<'_> {
-    let all = [Control::Open, Control::Close, Control::Sep, Control::EndOfMsg, Control::Eos];
-    all.into_iter().find(|c| c.spelling() == chunk).map_or(Piece::Text(chunk), Piece::Control)
+    Control::from_spelling(chunk).map_or(Piece::Text(chunk), Piece::Control)
 }
 
 pub(crate) fn events<'a>(

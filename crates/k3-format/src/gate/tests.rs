@@ -1,7 +1,8 @@
 //! The truth table of the variant gate (`docs/checkpoint.md` 9.1).
 
-use k3_format::gate::{IndexerTensors, Markers, decide};
-use k3_format::{GateError, Variant};
+use serde_json::json;
+
+use super::{GateError, IndexerTensors, Markers, Variant, decide, wrapper};
 
 /// T.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -62,6 +63,21 @@ fn every_row_has_its_result() {
                 row!(w, c, t, UnsupportedModelType);
             }
         }
+    }
+}
+
+/// What a config says: an object counts whatever is in it, also under a K3 wrapper.
+#[test]
+fn markers_of_configs() {
+    let check = |config: &str, dsa_config: bool, expected: Variant| {
+        let markers = Markers::of(&serde_json::from_str(config).expect("JSON"));
+        assert_eq!((wrapper(&markers), markers.dsa_config), (Ok(expected), dsa_config), "{config}");
+    };
+    check(include_str!("../../../../fixtures/configs/kimi-k3.config.json"), false, Variant::K3);
+    check(include_str!("../../../../fixtures/configs/kimi-k31.config.json"), true, Variant::K31);
+    for (dsa_config, found) in [(json!({}), true), (json!("yes"), true), (json!(null), false)] {
+        let text = json!({"dsa_config": dsa_config});
+        check(&json!({"model_type": "kimi_k3", "text_config": text}).to_string(), found, Variant::K3);
     }
 }
 

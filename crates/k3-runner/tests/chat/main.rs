@@ -1,5 +1,7 @@
 //! Conversations: segments to ids, and ids to events, with a small vocabulary in the released layout.
 
+mod conversation;
+
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
@@ -19,7 +21,7 @@ fn small() -> Tokenizer {
     Tokenizer::open(fixtures().join("tokenizer/small")).unwrap()
 }
 
-/// The 256 single bytes and the 256 slots: exactly the 512 ids of tiny-k31.
+/// The 256 single bytes and the 256 slots: exactly the 512 ids of tiny-k31. Any valid text has one spelling in it.
 fn bytes() -> Tokenizer {
     let small = small();
     let tokens: Vec<Vec<u8>> = (0..256).map(|id| small.token_bytes(id).unwrap().to_vec()).collect();

@@ -1,7 +1,6 @@
 //! Conversations over several turns: what is kept of the sequence changes nothing but the time.
 
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
 
 use k3_graph::Cpu;
 use k3_runner::{
@@ -10,22 +9,7 @@ use k3_runner::{
 use k3_tokenizer::Tokenizer;
 use k3_xtml::{ChatRequest, Message};
 
-fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
-}
-
-/// The 256 single bytes and the 256 slots: exactly the 512 ids of tiny-k31. Any valid text has one spelling in it.
-fn bytes() -> Tokenizer {
-    let small = Tokenizer::open(fixtures().join("tokenizer/small")).unwrap();
-    let tokens: Vec<Vec<u8>> = (0..256).map(|id| small.token_bytes(id).unwrap().to_vec()).collect();
-    let names = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"];
-    Tokenizer::from_parts(tokens, (256..).zip(names)).unwrap()
-}
-
-fn engine() -> Engine<Cpu> {
-    let dir = fixtures().join("tiny-k31");
-    Engine::open(dir, Cpu::new(2).unwrap(), &EngineOptions::default(), &mut |_| {}).unwrap()
-}
+use crate::{bytes, engine, fixtures};
 
 fn generate(max_tokens: usize, seed: u64) -> Generate {
     Generate { max_tokens, sampling: Sampling { seed, ..Sampling::default() }, ..Generate::default() }
