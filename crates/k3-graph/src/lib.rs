@@ -5,7 +5,7 @@
 //! * [`Model`]: weights on a device, and the control flow of a forward pass over a batch of [`Span`]s.
 //! * [`Device`]: one method an operation. [`Reference`] computes in f64 with plain loops and is what everything is
 //!   tested against; [`Cpu`] is the host path in f32.
-//! * [`SequenceState`]: what a sequence carries from token to token, an explicit value that can be cloned,
+//! * [`SequenceState`]: what a sequence carries from token to token, an explicit value that can be copied,
 //!   exported and restored.
 //! * [`Observer`]: looks at, and can replace, what flows between sublayers.
 //!
