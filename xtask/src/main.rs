@@ -6,7 +6,9 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use xtask::{bench, drift, is_closed_pipe, nano, plan, repack, selfcheck, simulate, synth, trace};
+use xtask::{
+    bench, census, ci, drift, is_closed_pipe, nano, plan, repack, selfcheck, simulate, synth, trace,
+};
 
 /// Makes, checks and measures Kimi K3 and K3.1 Pro checkpoints.
 #[derive(Parser)]
@@ -25,6 +27,8 @@ enum Command {
     /// Write a random but complete checkpoint of either variant, at any size
     Synth(synth::Args),
     Bench(bench::Args),
+    Census(census::Args),
+    Ci(ci::Args),
     Nano(nano::Args),
     /// Say how far a checkpoint's logits are from those of another
     Drift(drift::Args),
@@ -44,6 +48,8 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Synth(args) => synth::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Census(args) => census::run(&args),
+        Command::Ci(args) => ci::run(&args),
         Command::Nano(args) => nano::run(&args),
         Command::Drift(args) => drift::run(&args),
         Command::Plan(args) => plan::run(&args),

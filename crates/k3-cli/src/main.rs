@@ -1,4 +1,7 @@
-//! The `k3` program.
+//! The `k3` program, for who uses a model.
+//!
+//! Each command is a module: its arguments as they are typed, then a function that runs it. What another program could want
+//! is in a library below; here are terminals, pipes and exit codes. Start reading at `generate.rs`.
 
 #![forbid(unsafe_code)]
 

@@ -1,10 +1,37 @@
 //! The expert store: *give me these experts of this layer, each as soon as it is there*.
 //!
-//! [`ExpertStore`] is the whole public face. A forward pass asks for all experts of a layer at once
+//! [`ExpertStore`] is the whole public face for who computes. A forward pass asks for all experts of a layer at once
 //! ([`ExpertStore::fetch`]) and gets them back in the order in which they arrive, each as an [`Expert`]: a lease
 //! on the bytes that lives as long as anyone (a kernel, an asynchronous device copy) still reads them.
 //!
-//! This crate knows no arithmetic, no device and no model: it moves bytes and counts what it moved.
+//! ```
+//! use std::sync::Arc;
+//!
+//! use k3_experts::{Choices, ExpertRequest, ExpertStore, MappedStore, Phase};
+//! use k3_format::{Checkpoint, OpenOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/tiny-k31");
+//! let store = MappedStore::new(Arc::new(Checkpoint::open(dir.as_ref(), &OpenOptions::default())?));
+//! let experts = &[3, 0];
+//! let request = ExpertRequest { layer: 1, experts, choices: Choices::default(), phase: Phase::Decode };
+//! for expert in store.fetch(request) {
+//!     let expert = expert?;
+//!     println!("expert {}: {:?}, {:?}, {:?}", expert.id, expert.w1, expert.w2, expert.w3);
+//! }
+//! assert_eq!(store.counters().requested, 2);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! There are two stores. [`MappedStore`] leaves caching to the system, which is best where all experts fit into memory;
+//! [`SlabStore`] keeps slots under a byte budget, because the system's cache knows neither that a model is scanned layer by
+//! layer nor what a router nearly chose. [`backend`] chooses between them from a [`plan`] of the memory and a short
+//! measurement; [`policy`] decides what stays, and [`simulate`] judges policies on a [`trace`].
+//!
+//! This crate knows no arithmetic, no device and no model: it moves bytes and counts what it moved. Whatever a store does, it
+//! changes times and never a result. Why it is built so: `docs/expert-store.md`. Start reading here, then `mapped.rs`, then
+//! [`slab`].
 
 #![forbid(unsafe_code)]
 

@@ -4,6 +4,27 @@
 //! tensor with the one table of names, shapes and dtypes, and from then on hands out matrices, vectors and routed
 //! experts by what they are for. Nothing is guessed: what does not fit is refused with its name. [`repack`] converts a
 //! checkpoint once.
+//!
+//! ```
+//! use k3_format::{Checkpoint, OpenOptions, Role, TensorId, Variant};
+//!
+//! # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/tiny-k31");
+//! let checkpoint = Checkpoint::open(dir.as_ref(), &OpenOptions::default())?;
+//! assert_eq!(checkpoint.variant(), Variant::K31);
+//!
+//! let config = checkpoint.config();
+//! let router = checkpoint.matrix(TensorId::layer(1, Role::RouterGate))?;
+//! assert_eq!((router.rows(), router.cols()), (config.moe.num_experts, config.hidden_size));
+//! let expert = checkpoint.expert(1, 0)?; // mapped: its bytes are read when they are touched
+//! assert_eq!(expert.w1.cols(), config.moe.routed_expert_hidden_size);
+//! # Ok::<(), k3_format::Error>(())
+//! ```
+//!
+//! All that is wrong with a config or with tensors is told at once, because a download of 1.5 TB is not tried twice for the
+//! fun of it. Files are untrusted: sizes are checked before memory is asked for, and offsets before reads.
+//!
+//! This crate knows what weights are called and how they are stored, and not what they are for: it computes no product, and
+//! gives no advice on memory. What is on disk: `docs/checkpoint.md`. Start reading at `checkpoint.rs`, then [`names`].
 
 #![deny(unsafe_code)]
 

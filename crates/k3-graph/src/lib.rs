@@ -5,9 +5,37 @@
 //! * [`Model`]: weights on a device, and the control flow of a forward pass over a batch of [`Span`]s.
 //! * [`Device`]: one method an operation. [`Reference`] computes in f64 with plain loops and is what everything is
 //!   tested against; [`Cpu`] is the host path in f32.
-//! * [`SequenceState`]: what a sequence carries from token to token, an explicit value that can be cloned,
+//! * [`SequenceState`]: what a sequence carries from token to token, an explicit value that can be copied,
 //!   exported and restored.
 //! * [`Observer`]: looks at, and can replace, what flows between sublayers.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use k3_experts::MappedStore;
+//! use k3_format::{Checkpoint, OpenOptions};
+//! use k3_graph::{Cpu, LogitsWanted, Model, ModelOptions, Silent, Span};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/tiny-k31");
+//! let checkpoint = Arc::new(Checkpoint::open(dir.as_ref(), &OpenOptions::default())?);
+//! let (config, options) = (checkpoint.config().clone(), ModelOptions::default());
+//! let model = Model::load(Cpu::new(1)?, config, &*checkpoint, &options, &mut |_, _| {})?;
+//! let store = MappedStore::new(checkpoint);
+//!
+//! let mut state = model.new_state()?;
+//! let span = Span { state: &mut state, tokens: &[1, 2, 3], logits: LogitsWanted::Last };
+//! for logits in model.forward(&mut [span], &store, &mut Silent)? {
+//!     assert_eq!(logits?.values.len(), model.config().vocab_size);
+//! }
+//! assert_eq!(state.position(), 3);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The control flow is in one place, so that a device cannot have a model of its own: a new one brings operations, and what
+//! `Reference` is tested against holds for it as well. Results are bit-identical for any threads, chunks, batch and order of
+//! arrival (`docs/architecture.md`, "Determinism").
 //!
 //! This crate knows no file, no CUDA and no chat. Weights come through [`WeightSource`], experts through
 //! [`k3_experts::ExpertStore`].

@@ -11,7 +11,27 @@
 //!   count and instruction set.
 //! * [`encode`]: bf16 rows to NVFP4, INT8 and INT4.
 //!
-//! This crate knows no file, no tensor name and no model. Formats: `docs/checkpoint.md` 6, `docs/nvfp4.md`, `docs/dense-formats.md`.
+//! ```
+//! use k3_quant::cpu::{Activations, matmul_rows};
+//! use k3_quant::{Bytes, Matrix, bf16};
+//!
+//! let weights = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0].map(|w| bf16::from_f32(w).to_le_bytes());
+//! let w = Matrix::bf16(2, 3, Bytes::from(weights.concat()))?; // [out, in]
+//!
+//! // Two rows of activations, in the order in which kernels of this format read them.
+//! let x = Activations::new(w.format(), 2, w.cols(), &[1.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+//! // Rows of weights are taken by range: threads share a product by taking some each.
+//! let mut y = [0.0; 4];
+//! matmul_rows(&w, 0..w.rows(), &x, &mut y);
+//! assert_eq!(y, [1.0, 6.0, 4.0, 15.0]); // [rows of W, rows of X]
+//! # Ok::<(), k3_quant::MatrixError>(())
+//! ```
+//!
+//! A format is an enum's variant and not a trait's implementation: there are few, they come with the checkpoint and not with
+//! the type of a program, and the compiler names every place that a new one has to be thought of (`CONTRIBUTING.md`).
+//!
+//! This crate knows no file, no tensor name, no thread and no model. Formats: `docs/checkpoint.md` 6, `docs/nvfp4.md`,
+//! `docs/dense-formats.md`. Start reading at [`Matrix`], then the head of [`cpu`].
 
 #[cfg(target_endian = "big")]
 compile_error!("checkpoints are little-endian and are read in place; big-endian targets are not supported");

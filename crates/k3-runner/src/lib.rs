@@ -1,21 +1,32 @@
 //! The thin part that puts the engine together: open a checkpoint, prefill, decode, sample, save and restore.
 //!
-//! ```no_run
+//! ```
+//! use std::ops::ControlFlow;
+//!
 //! use k3_graph::Cpu;
 //! use k3_runner::{Engine, EngineOptions, Generate, Sampling};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let engine = Engine::open("/models/kimi-k3", Cpu::new(0)?, &EngineOptions::default(), &mut |_| {})?;
+//! # let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/tiny-k31");
+//! let engine = Engine::open(dir, Cpu::new(0)?, &EngineOptions::default(), &mut |_| {})?;
 //! let mut sequence = engine.new_sequence()?;
-//! let request = Generate { max_tokens: 64, sampling: Sampling::greedy(), ..Generate::default() };
-//! let reply = engine.generate(&mut sequence, &[1, 2, 3], &request, &mut |_| std::ops::ControlFlow::Continue(()))?;
+//! let request = Generate { max_tokens: 4, sampling: Sampling::greedy(), ..Generate::default() };
+//! let reply = engine.generate(&mut sequence, &[1, 2, 3], &request, &mut |_| ControlFlow::Continue(()))?;
 //! println!("{:?} {:?}", reply.tokens, reply.finish);
+//!
+//! // The sequence goes on from there: the last token of a reply is not consumed yet.
+//! assert_eq!(sequence.position(), 3 + reply.tokens.len() - 1);
 //! # Ok(())
 //! # }
 //! ```
 //!
 //! Under it are token ids; [`Chatter`] puts conversations on top: a chat request in, reasoning, content and tool calls
 //! out. A [`Conversation`] keeps the sequence between turns.
+//!
+//! An [`Engine`] is shared, a [`Sequence`] is owned by who continues it. That is all the state there is: who wants a server,
+//! a scheduler or a cache of prompts builds it on these two, with [`Engine::step`] for several sequences in one pass.
+//!
+//! This crate knows no HTTP, no terminal and no arithmetic. Start reading at `engine.rs`.
 
 #![forbid(unsafe_code)]
 

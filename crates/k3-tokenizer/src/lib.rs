@@ -43,9 +43,14 @@
 //! * Linear time but for a logarithm, no recursion: a million equal characters are encoded like any text.
 //! * Files are untrusted: what is wrong is an [`Error`] with file and line, never a panic.
 //!
-//! # Feature `hf` (default)
+//! # Feature `hf`
 //!
-//! [`Tokenizer::to_hf`] gives a pipeline of the `tokenizers` crate with equal ids, for programs that want its interface.
+//! `Tokenizer::to_hf` gives a pipeline of the `tokenizers` crate with equal ids, for programs that want its interface.
+//!
+//! # What it does not know
+//!
+//! Conversations (`k3-xtml` writes them as segments, control tokens and texts) and the model. Text goes through `cuts.rs`,
+//! `split.rs` and `ranks.rs`, in this order; start reading there.
 #![forbid(unsafe_code)]
 
 mod controls;

@@ -9,7 +9,10 @@
 //!   It never fails; a reply that breaks the format is repaired by fixed rules and each repair is a [`ReplyError`].
 //!
 //! The crate does no input or output and knows neither tokenizer nor model: the caller encodes segments to ids and
-//! maps ids back to [`Piece`]s (see [`Control::from_id`]).
+//! maps ids back to [`Piece`]s (see [`Control::from_id`]; `k3-runner` has an example that does both).
+//!
+//! The vendor's encoder is a program and not a template, so this is one too, with its cases and its refusals; recorded cases
+//! of that encoder are the tests. Start reading at `encode.rs`, and at `reply/parser.rs` for the other half.
 //!
 //! ```
 //! use k3_xtml::{ChatRequest, Control, EncodeOptions, FinishReason, Piece, Reply, ReplyParser, StopReason, encode};
