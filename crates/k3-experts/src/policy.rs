@@ -16,6 +16,7 @@ use crate::trace::Geometry;
 
 mod global_lru;
 mod layer_lru;
+mod regression;
 mod retention;
 
 pub use global_lru::GlobalLru;

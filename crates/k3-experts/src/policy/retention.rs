@@ -1,48 +1,61 @@
-//! What is due stays, then what is used often, and what nearly was.
+//! What is likely to be used soon stays.
 
 use std::collections::VecDeque;
 
+use super::regression::Regression;
 use super::{Policy, Verdict, Visit, spread};
 use crate::ExpertId;
 
-/// Tokens that the recent score looks back.
+/// Tokens before the next one whose choices count one by one.
 const LAGS: usize = 16;
-/// Ranks whose experts count, as a multiple of the experts that a token uses.
+/// Running averages of all choices: what is left of each one token later. The first is the long memory that earlier runs
+/// fill.
+const DECAYS: [f32; 2] = [0.995, 0.9];
+/// What an expert is judged by: its worth in each of the last tokens, its averages, and 1.
+const FEATURES: usize = LAGS + DECAYS.len() + 1;
+/// Ranks whose experts count, as a multiple of the experts that a token uses; at most half of a layer.
 const RANKS: usize = 8;
-/// What of the long score is left one token later.
-const SLOW_DECAY: f32 = 0.99;
-/// What the long score counts beside the recent one.
-const SLOW_WEIGHT: f32 = 0.025;
-/// Share of the measured reuse that one visit replaces: a token's visits replace about a tenth.
-const LEARNING: f32 = 0.001;
-/// Turns the reuse at a lag into what a use at that lag is worth.
-const SHARPNESS: i32 = 3;
+/// Tokens that are looked ahead, at most.
+const HORIZON: usize = 24;
+/// Layers of a pass that are learnt from, about.
+const SAMPLES: usize = 32;
+/// What one sample leaves of those before it.
+const FADE: f64 = 1.0 - 1.0 / 2000.0;
 
 /// The policy of this engine.
 ///
-/// Every expert of a layer has a score. Its recent part is what the last 16 tokens chose, each weighted by how much
-/// of a token's choice is used again that many tokens later. That reuse by lag is measured while running: varied text
-/// gives weights that fade from token to token, text with a period gives the token one period ago the most, and so
-/// does a batch of several sequences. Its long part is a slowly decaying sum of all choices. An expert is admitted if its score is
-/// higher than the lowest in the layer's slots.
+/// The experts of a layer are ranked by how many of the tokens to come will use them, as far as a linear function of the
+/// past tells: of the ranks that an expert had in each of the last 16 tokens, and of two running averages. Its weights are the
+/// least squares over what was used so far, in all layers alike, and are found while running: smooth text gives nearly all weight to
+/// the last token, text with a period (and a batch of several sequences) to the token one period ago, text of one topic to
+/// the long average. The tokens to come count the less the further ahead they are, up to twice as many as the slots could
+/// hold if no expert were used twice: large stores look further.
 ///
-/// In a choice, a rank is worth how far its router score lies above that of the last rank that counts, if
-/// scores are normally distributed. Ranks behind those that a token uses count as well, where the visit tells them:
-/// an expert that nearly came is likely to come soon.
+/// In a choice, a rank is worth how far its router score lies above that of the last rank that counts, if scores are normally
+/// distributed. Ranks behind those that a token uses count as well, where the visit tells them: an expert that
+/// nearly came is likely to come soon.
 ///
-/// A visit of a single token evicts no member of the set that it uses. A visit of many may: a member that was
-/// looked up is in use already, and what stays is for the tokens that follow.
+/// An expert is admitted if it ranks above the lowest in the layer's slots. A visit of a single token evicts no member of
+/// the set that it uses. A visit of many may: a member that was looked up is in use already, and what stays is for the
+/// tokens that follow.
 #[derive(Debug)]
 pub struct Retention {
     slots: usize,
     per_token: usize,
     /// By rank.
     worth: Vec<f32>,
-    /// By lag, from 1: share of a token's experts that are used again.
-    reuse: [f32; LAGS],
+    /// Tokens that are looked ahead, beside the next one.
+    horizon: usize,
+    regression: Regression<FEATURES>,
+    /// Of the features.
+    weights: [f32; FEATURES],
+    passes: usize,
+    samples: usize,
     layers: Vec<Layer>,
     /// Scratch, by expert.
     member: Vec<bool>,
+    /// Scratch, by expert.
+    features: Vec<[f32; FEATURES]>,
 }
 
 #[derive(Debug)]
@@ -51,73 +64,129 @@ struct Layer {
     residents: Vec<ExpertId>,
     /// By expert, as all that follow.
     resident: Vec<bool>,
-    recent: Vec<f32>,
-    long: Vec<f32>,
+    score: Vec<f32>,
+    averages: [Vec<f32>; DECAYS.len()],
     /// The choices of the last tokens, newest first.
     history: VecDeque<Vec<ExpertId>>,
 }
 
 impl Layer {
-    fn score(&self, id: ExpertId) -> f32 {
-        self.recent[id as usize] + SLOW_WEIGHT * self.long[id as usize]
-    }
-
     /// Position and score of the lowest resident that is not a member.
     fn lowest(&self, member: &[bool]) -> Option<(usize, f32)> {
         let others = self.residents.iter().enumerate().filter(|(_, id)| !member[**id as usize]);
-        others.map(|(at, &id)| (at, self.score(id))).min_by(|a, b| a.1.total_cmp(&b.1))
+        others.map(|(at, &id)| (at, self.score[id as usize])).min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// What all experts would have been judged by `delay` tokens ago.
+    fn features_before(&self, delay: usize, worth: &[f32], features: &mut [[f32; FEATURES]]) {
+        let mut blank = [0.0; FEATURES];
+        blank[FEATURES - 1] = 1.0;
+        features.fill(blank);
+        for (lag, choice) in self.history.iter().skip(delay).take(LAGS).enumerate() {
+            choice.iter().zip(worth).for_each(|(&id, worth)| features[id as usize][lag] = *worth);
+        }
+        for (at, (decay, average)) in (LAGS..).zip(DECAYS.iter().zip(&self.averages)) {
+            features.iter_mut().zip(average).for_each(|(of, average)| of[at] = *average);
+            // Without what the tokens since then added.
+            let mut left = 1.0;
+            for choice in self.history.iter().take(delay) {
+                let share = (1.0 - decay) * left;
+                choice.iter().zip(worth).for_each(|(&id, worth)| features[id as usize][at] -= share * worth);
+                left *= decay;
+            }
+            features.iter_mut().for_each(|of| of[at] /= left);
+        }
+    }
+
+    fn push(&mut self, choice: &[ExpertId], worth: &[f32], horizon: usize) {
+        for (decay, average) in DECAYS.iter().zip(&mut self.averages) {
+            average.iter_mut().for_each(|average| *average *= decay);
+            choice.iter().zip(worth).for_each(|(&id, worth)| average[id as usize] += (1.0 - decay) * worth);
+        }
+        self.history.truncate(LAGS + horizon - 1);
+        self.history.push_front(choice[..choice.len().min(worth.len())].to_vec());
+    }
+
+    fn judge(&mut self, weights: &[f32; FEATURES], worth: &[f32]) {
+        self.score.fill(0.0);
+        for (weight, average) in weights[LAGS..].iter().zip(&self.averages) {
+            self.score.iter_mut().zip(average).for_each(|(score, average)| *score += weight * average);
+        }
+        for (choice, weight) in self.history.iter().zip(&weights[..LAGS]) {
+            choice.iter().zip(worth).for_each(|(&id, worth)| self.score[id as usize] += weight * worth);
+        }
     }
 }
 
 impl Retention {
     /// `slots` spread over `layers` of `experts` each.
     pub fn new(slots: usize, layers: usize, experts: usize, per_token: usize) -> Self {
+        let counting = per_token.saturating_mul(RANKS).min(experts / 2).max(per_token + 1).min(experts);
+        let floor = upper_quantile(counting, experts);
+        let horizon = (2 * slots / (layers * per_token).max(1)).min(HORIZON);
         let layer = |slots| Layer {
             slots,
             residents: Vec::with_capacity(slots.min(experts)),
             resident: vec![false; experts],
-            recent: vec![0.0; experts],
-            long: vec![0.0; experts],
-            history: VecDeque::with_capacity(LAGS + 1),
+            score: vec![0.0; experts],
+            averages: DECAYS.map(|_| vec![0.0; experts]),
+            history: VecDeque::with_capacity(LAGS + horizon),
         };
-        let counting = per_token.saturating_mul(RANKS).min(experts);
-        let floor = upper_quantile(counting, experts);
+        // What varied text gives.
+        let mut prior = [0.0; FEATURES];
+        (prior[0], prior[1], prior[LAGS]) = (0.12, 0.02, 0.18);
+        let regression = Regression::new(prior);
         Self {
             slots,
             per_token,
             worth: (0..counting).map(|rank| upper_quantile(rank, experts) - floor).collect(),
-            reuse: [0.0; LAGS],
+            horizon,
+            weights: regression.solve(),
+            regression,
+            passes: 0,
+            samples: 0,
             layers: spread(slots, layers).map(layer).collect(),
             member: vec![false; experts],
+            features: vec![[0.0; FEATURES]; experts],
         }
     }
 
     /// Takes notice of what the tokens of a visit chose.
     fn learn(&mut self, visit: &Visit<'_>) {
-        let Self { worth, reuse, layers, member, .. } = self;
-        let layer = &mut layers[visit.layer];
-        for choice in visit.choices.chunks_exact(visit.ranks.max(1)) {
-            let used = &choice[..visit.per_token.min(choice.len())];
-            used.iter().for_each(|&id| member[id as usize] = true);
-            for (reuse, before) in reuse.iter_mut().zip(&layer.history) {
-                let before = &before[..visit.per_token.min(before.len())];
-                let again = before.iter().filter(|id| member[**id as usize]).count();
-                *reuse += LEARNING * (again as f32 / used.len().max(1) as f32 - *reuse);
+        if visit.layer == 0 {
+            self.passes += 1;
+            self.weights = self.regression.solve();
+        }
+        let tokens = visit.choices.len() / visit.ranks.max(1);
+        let is_sampled =
+            (visit.layer + self.passes).is_multiple_of(self.layers.len().div_ceil(SAMPLES).max(1));
+        // Token and distance change independently.
+        let sampled = (self.samples / (self.horizon + 1)) % tokens.max(1);
+        for (token, choice) in visit.choices.chunks_exact(visit.ranks.max(1)).enumerate() {
+            if is_sampled && token == sampled {
+                self.sample(visit.layer, &choice[..visit.per_token.min(choice.len())]);
             }
-            used.iter().for_each(|&id| member[id as usize] = false);
+            self.layers[visit.layer].push(choice, &self.worth, self.horizon);
+        }
+        self.layers[visit.layer].judge(&self.weights, &self.worth);
+    }
 
-            layer.long.iter_mut().for_each(|long| *long *= SLOW_DECAY);
-            choice.iter().zip(&*worth).for_each(|(&id, worth)| layer.long[id as usize] += worth);
-            layer.history.push_front(choice[..choice.len().min(worth.len())].to_vec());
-            layer.history.truncate(LAGS);
+    /// What a token used, and what an expert could have been judged by some tokens before it.
+    fn sample(&mut self, layer: usize, used: &[ExpertId]) {
+        let delay = self.samples % (self.horizon + 1);
+        self.samples += 1;
+        let layer = &self.layers[layer];
+        if layer.history.len() <= delay {
+            return;
         }
-        let most = reuse.iter().copied().fold(f32::MIN_POSITIVE, f32::max);
-        layer.recent.fill(0.0);
-        for (lag, (choice, reuse)) in layer.history.iter().zip(&*reuse).enumerate() {
-            // Before anything was measured, the last token is all there is to go by.
-            let weight = if lag == 0 && *reuse == 0.0 { 1.0 } else { (reuse / most).powi(SHARPNESS) };
-            choice.iter().zip(&*worth).for_each(|(&id, worth)| layer.recent[id as usize] += weight * worth);
+        layer.features_before(delay, &self.worth, &mut self.features);
+        self.regression.fade(FADE);
+        used.iter().for_each(|&id| self.member[id as usize] = true);
+        let weight = 1.0 - delay as f64 / (self.horizon + 1) as f64;
+        for (features, came) in self.features.iter().zip(&self.member) {
+            self.regression.add(features, *came, weight);
         }
+        used.iter().for_each(|&id| self.member[id as usize] = false);
     }
 }
 
@@ -151,7 +220,7 @@ impl Policy for Retention {
             let evicted = if layer.residents.len() < layer.slots {
                 None
             } else {
-                let score = layer.score(id);
+                let score = layer.score[id as usize];
                 let Some((at, _)) = layer.lowest(member).filter(|(_, lowest)| *lowest < score) else {
                     continue;
                 };
@@ -182,12 +251,12 @@ impl Policy for Retention {
         admitted
     }
 
-    /// The long score as it would be after many tokens that used experts as often.
+    /// The long average as it would be after many tokens that used experts as often.
     fn remember(&mut self, layer: usize, uses: &[f32], tokens: f64) {
         let per_token = self.per_token.min(self.worth.len());
         let worth = self.worth[..per_token].iter().sum::<f32>() / per_token.max(1) as f32;
-        let scale = worth / (1.0 - SLOW_DECAY) / tokens.max(1.0) as f32;
-        let long = &mut self.layers[layer].long;
+        let scale = worth / tokens.max(1.0) as f32;
+        let long = &mut self.layers[layer].averages[0];
         long.iter_mut().zip(uses).for_each(|(long, uses)| *long = scale * uses);
     }
 
