@@ -17,6 +17,8 @@ const TILE: usize = 10_000;
 const BYTES: usize = 18;
 /// Products that one thread adds in a nanosecond, about.
 const PRODUCTS: usize = 50;
+/// Picoseconds to prepare one value for products, about.
+const PREPARATION: usize = 1000;
 /// Weight rows of a tile are a multiple of this, for the blocks of the kernels.
 const ROWS: usize = 32;
 /// The most of them.
@@ -152,6 +154,12 @@ fn together(threads: &Threads, vectors: Vectors, mode: Mode, jobs: Vec<Job<'_>>,
         gate_up(vectors, expert, rows, x, caps, buffers, inner);
     });
 
+    // All of them first: a thread that found another preparing what it needs would sleep.
+    let values: usize = inners.iter().map(|inner| inner.values().len()).sum();
+    let each = jobs.iter().zip(&inners);
+    threads.share(values * PREPARATION / 1000, each, |(job, inner)| {
+        inner.prepared(mode, job.expert.w2.format());
+    });
     let total = jobs.iter().map(Job::outer_nanoseconds).sum();
     let tiles = jobs.into_iter().zip(&inners).flat_map(|(job, inner)| {
         let strips = Strips::new(job.out, tile_rows(&job.expert.w2, job.uses.len()));
