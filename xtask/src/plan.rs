@@ -136,7 +136,10 @@ struct Report {
     /// `null`: not known of such a model.
     expected_hit_rate: Option<f64>,
     expert_bytes_of_a_token: u64,
+    /// Other weights that a token reads.
+    other_bytes_of_a_token: u64,
     memory: Rate,
+    /// None of what does not fit.
     times: Vec<Times>,
     notes: Vec<String>,
 }
@@ -208,6 +211,8 @@ fn report(
     let of_token = geometry.working_set() as f64 * model.expert_bytes as f64;
     let all = (geometry.layers * geometry.experts) as f64 * model.expert_bytes as f64;
     let hits = plan.expected_hit_rate();
+    // What does not fit takes no time that could be told.
+    let disks = if plan.missing > 0 { Vec::new() } else { disks };
     // Without a known rate, as if nothing stayed.
     let misses = 1.0 - hits.unwrap_or(0.0);
     let in_slots = plan.slots() as f64 * model.expert_bytes as f64;
@@ -229,25 +234,32 @@ fn report(
         }
     });
     let times = times.collect();
-    let mut notes = vec!["times are bounds: arithmetic, and what does not overlap, come on top".to_owned()];
+    let mut notes = Vec::new();
+    if plan.missing == 0 {
+        notes.push(
+            "times are bounds, of reading or of memory: arithmetic, and what does not overlap, come on top"
+                .to_owned(),
+        );
+    }
     if hits.is_none() {
         notes.push(
             "hit rates are known of layers of 896 experts with 16 a token only: taken as 0 here".into(),
         );
-    } else if hits != Some(1.0) {
+    } else if hits != Some(1.0) && plan.missing == 0 {
         notes
             .push("the hit rate is that of generated routing of varied text (docs/expert-store.md 3)".into());
     }
     if plan.missing > 0 {
         notes.push(format!(
-            "this does not fit: {} are missing for the least that can run, {} of experts",
+            "this does not fit: {} of memory are missing for the least that can run, which has {} of experts, one layer's \
+             of a token; pinned weights of fewer bits need less (int4), and so do a shorter --context and a smaller --chunk",
             gigabytes(plan.missing),
             gigabytes(model.sizes.least())
         ));
     }
     Report {
         model: model.name.clone(),
-        context,
+        context: context.min(model.config.max_position_embeddings as u64),
         room: plan.room,
         bound_by: plan.bound_by.clone(),
         pinned: plan.needs.pinned,
@@ -261,6 +273,7 @@ fn report(
         working_sets: plan.working_sets(),
         expected_hit_rate: hits,
         expert_bytes_of_a_token: of_token as u64,
+        other_bytes_of_a_token: model.read_by_token,
         memory,
         times,
         notes,
@@ -277,32 +290,44 @@ fn plan(model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) ->
 }
 
 fn tell(report: &Report, model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> Result<()> {
-    say(format_args!("{}, one sequence of {context} tokens", report.model))?;
+    say(format_args!("{}, one sequence of {} tokens", report.model, report.context))?;
     say(format_args!("{}", plan(model, machine, context, chunk).to_string().trim_end()))?;
     say(format_args!(
-        "\na token uses {} of experts; memory at {:.1} GB/s ({})",
+        "\na token uses {} of experts and {} of other weights; memory gives {}/s ({})",
         gigabytes(report.expert_bytes_of_a_token),
-        report.memory.bytes_per_second / 1e9,
+        gigabytes(report.other_bytes_of_a_token),
+        gigabytes(report.memory.bytes_per_second as u64),
         report.memory.source
     ))?;
-    say(format_args!(
-        "\n{:>14} {:>10}  {:>14} {:>10} {:>8}  {:>14} {:>10}",
-        "drives, GB/s", "", "GB a token", "s a token", "bound by", "GB for 2,048", "s"
-    ))?;
+    if !report.times.is_empty() {
+        let reads = "reads";
+        say(format_args!(
+            "\n{:<24}{:<32}{}\n{:<24}{reads:>10}{:>10}  {:<10}{reads:>10}{:>10}",
+            "drives", "      a token", "      a prompt of 2,048 tokens", "", "takes", "bound by", "takes"
+        ))?;
+    }
     for times in &report.times {
         say(format_args!(
-            "{:>14.2} {:>10}  {:>14.2} {:>10.2} {:>8}  {:>14.1} {:>10.0}",
-            times.disk.bytes_per_second / 1e9,
-            times.disk.source,
-            times.bytes_per_token / 1e9,
-            times.seconds_per_token,
+            "{:<24}{:>10}{:>10}  {:<10}{:>10}{:>10}",
+            format!("{}/s {}", gigabytes(times.disk.bytes_per_second as u64), times.disk.source),
+            gigabytes(times.bytes_per_token as u64),
+            seconds(times.seconds_per_token),
             if times.bound_by_disk { "drives" } else { "memory" },
-            times.prompt_bytes / 1e9,
-            times.prompt_seconds,
+            gigabytes(times.prompt_bytes as u64),
+            seconds(times.prompt_seconds),
         ))?;
     }
     say(format_args!(""))?;
     report.notes.iter().try_for_each(|note| say(format_args!("{note}")))
+}
+
+/// With three digits or so.
+fn seconds(seconds: f64) -> String {
+    match seconds {
+        ..0.1 => format!("{:.2} ms", seconds * 1e3),
+        0.1..100.0 => format!("{seconds:.2} s"),
+        _ => format!("{seconds:.0} s"),
+    }
 }
 
 fn of_checkpoint(checkpoint: &Checkpoint) -> Model {
@@ -482,11 +507,22 @@ mod tests {
     }
 
     #[test]
+    fn seconds_have_a_unit() {
+        let check = |value: f64, expected: &str| assert_eq!(seconds(value), expected);
+        check(0.0, "0.00 ms");
+        check(0.004_56, "4.56 ms");
+        check(0.1, "0.10 s");
+        check(3.714, "3.71 s");
+        check(454.4, "454 s");
+    }
+
+    #[test]
     fn a_machine_that_is_too_small_is_told_what_is_missing() {
         let model = released(ExpertsName::Mxfp4, DenseName::Bf16);
         let found = report(&model, &Machine::with(64 * GB), 8192, Some(512), rate(40e9), vec![rate(7e9)]);
         assert!(found.missing > 50 * GB, "{}", found.missing);
         assert!(found.notes.iter().any(|note| note.contains("does not fit: 5")), "{:?}", found.notes);
         assert_eq!(found.expert_budget, model.sizes.least());
+        assert_eq!(found.times, []);
     }
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use k3_experts::policy::{GlobalLru, LayerLru, Policy, Retention};
-use k3_experts::simulate::{optimum, replay};
+use k3_experts::simulate::{optimum, replay_batches};
 use k3_experts::trace::{Generator, Geometry, RELEASED, Statistics, Trace};
 
 /// Hit rates of the expert store's replacement policies on a routing trace, without I/O
@@ -47,6 +47,9 @@ pub struct Args {
     /// Ranks of a choice that policies see: those used, and behind them those that nearly came
     #[arg(long, default_value_t = 128, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(16..=896))]
     ranks: usize,
+    /// Tokens that are computed together, as of so many sequences whose tokens the trace holds in turn
+    #[arg(long, default_value_t = 1, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=4096))]
+    batch: usize,
     /// Slots of all layers together, in working sets
     #[arg(long, value_delimiter = ',', default_value = "0.25,0.5,1,1.5,2,4,5.33,8")]
     capacities: Vec<f64>,
@@ -80,7 +83,12 @@ pub fn run(args: &Args) -> Result<()> {
     let warm = args.warm.unwrap_or(trace.len() / 2);
     ensure!(warm < trace.len(), "the trace has {} tokens: none is left after {warm} to warm up", trace.len());
     statistics(&trace)?;
-    hit_rates(&trace, warm, &args.capacities)
+    ensure!(
+        trace.len() - warm >= 2 * args.batch - 1,
+        "less than a batch of {} is left after warming up",
+        args.batch
+    );
+    hit_rates(&trace, warm, args.batch, &args.capacities)
 }
 
 fn statistics(trace: &Trace) -> Result<()> {
@@ -117,26 +125,30 @@ fn statistics(trace: &Trace) -> Result<()> {
     Ok(())
 }
 
-fn hit_rates(trace: &Trace, warm: usize, capacities: &[f64]) -> Result<()> {
+fn hit_rates(trace: &Trace, warm: usize, batch: usize, capacities: &[f64]) -> Result<()> {
     let mut out = std::io::stdout();
     let geometry = trace.geometry();
     let Geometry { layers, experts, per_token } = geometry;
+    let together = if batch == 1 { String::new() } else { format!(", {batch} tokens at once") };
+    // The optimum is known token by token only.
+    let last = if batch == 1 { "  optimum" } else { "" };
     writeln!(
         out,
-        "\nhit rates after {warm} tokens\nworking sets  global LRU  layer LRU  retention  optimum"
+        "\nhit rates after {warm} tokens{together}\nworking sets  global LRU  layer LRU  retention{last}"
     )?;
     for &capacity in capacities {
         ensure!(capacity >= 0.0, "a capacity is at least 0, found {capacity}");
         // More slots than experts change nothing.
         let slots = ((capacity * geometry.working_set() as f64).round() as usize).min(layers * experts);
-        let rate = |policy: &mut dyn Policy| replay(trace, policy, warm).hit_rate();
+        let rate = |policy: &mut dyn Policy| replay_batches(trace, policy, warm, batch).hit_rate();
+        let best = || format!("  {:>7.3}", optimum(trace, slots, warm).hit_rate());
         writeln!(
             out,
-            "{capacity:>12}  {:>10.3}  {:>9.3}  {:>9.3}  {:>7.3}",
+            "{capacity:>12}  {:>10.3}  {:>9.3}  {:>9.3}{}",
             rate(&mut GlobalLru::new(slots)),
             rate(&mut LayerLru::new(slots, layers)),
             rate(&mut Retention::new(slots, layers, experts, per_token)),
-            optimum(trace, slots, warm).hit_rate(),
+            if batch == 1 { best() } else { String::new() },
         )?;
     }
     Ok(())

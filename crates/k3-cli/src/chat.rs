@@ -115,6 +115,7 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     let tokenizer = snapshot.tokenizer()?;
     let sampling = args.model.sampling(&snapshot);
     Sampler::new(sampling.clone(), Vec::new())?;
+    args.model.tell_unused(&sampling);
     let engine = snapshot.load(
         device,
         &sampling,

@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use k3_format::NewFile;
 use k3_graph::{Cpu, Device, Mode, Reference, check_tokens};
 use k3_runner::{
     ChatError, ChatEvent, ChatReply, Chatter, Engine, Event, Finish, Generate, Generation, Sampler,
@@ -20,6 +21,7 @@ use crate::prompt::{read, refused};
 use crate::request::apply;
 use crate::show::{Show, Style};
 use crate::stats::{tell_memory, tell_run};
+use crate::store::Opened;
 
 /// Generate a reply
 ///
@@ -79,7 +81,7 @@ struct Input {
     #[arg(long, help_heading = INPUT, value_name = "TEXT", allow_hyphen_values = true)]
     raw: Option<String>,
     /// Token ids to continue, separated by commas; no tokenizer is needed, and ids come out
-    #[arg(long, help_heading = INPUT, value_name = "IDS", value_delimiter = ',')]
+    #[arg(long, help_heading = INPUT, value_name = "IDS", value_delimiter = ',', conflicts_with = "tokenizer")]
     ids: Vec<u32>,
 }
 
@@ -128,20 +130,24 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     let (Task::Chat(_, ids, _) | Task::Plain(_, ids)) = &task;
     check_tokens(config, ids, 0).context("the prompt cannot be run")?;
     Sampler::new(generate.sampling.clone(), Vec::new())?;
+    args.model.tell_unused(&generate.sampling);
+    if let Some(file) = &args.record_routing {
+        // The engine makes it anew; what cannot be made is known before the minutes that loading takes.
+        NewFile::create(file).with_context(|| format!("recording routing in {}", file.display()))?;
+    }
 
     let context = ids.len().saturating_add(generate.max_tokens);
     let mut engine = snapshot.load(device, &generate.sampling, generate.max_tokens, context)?;
     if let Some(file) = &args.record_routing {
         engine.record_routing(file)?;
     }
+    let stats = snapshot.opened().filter(|_| args.stats);
     match task {
         Task::Chat(tokenizer, ids, channel) => {
-            chat(args, &Chatter::new(&engine, tokenizer)?, &engine, &ids, channel, &generate)?;
+            let chatter = Chatter::new(&engine, tokenizer)?;
+            chat(args.json, stats, &chatter, &engine, &ids, channel, &generate)?;
         }
-        Task::Plain(tokenizer, ids) => complete(args, &engine, &ids, tokenizer.as_ref(), &generate)?,
-    }
-    if let Some(opened) = snapshot.opened().filter(|_| args.stats) {
-        tell_memory(&opened.plan, opened.before);
+        Task::Plain(tokenizer, ids) => complete(stats, &engine, &ids, tokenizer.as_ref(), &generate)?,
     }
     if let (Some(file), Some(tokens)) = (&args.record_routing, engine.finish_recording()?) {
         tell(format_args!("routing of {tokens} tokens in {}\n", file.display()));
@@ -164,7 +170,8 @@ fn request(input: &Input) -> Result<Option<(ChatRequest, String)>> {
 }
 
 fn chat<D: Device>(
-    args: &Args,
+    json: bool,
+    stats: Option<&Opened>,
     chatter: &Chatter<'_, D>,
     engine: &Engine<D>,
     ids: &[u32],
@@ -173,7 +180,7 @@ fn chat<D: Device>(
 ) -> Result<()> {
     let mut clock = Clock::new();
     let mut out = Output::default();
-    let mut show = Show::new(&mut out, if args.json { Style::Events } else { Style::Plain });
+    let mut show = Show::new(&mut out, if json { Style::Events } else { Style::Plain });
     let mut events = |event: ChatEvent| match event {
         ChatEvent::Prefill { layers, of } => {
             clock.prefill_from(engine, layers, of);
@@ -191,7 +198,7 @@ fn chat<D: Device>(
     show.end();
     let ChatReply { reply, finish, usage, logits_hash, .. } = generated.context("generating")?;
     // The statistics are told even if no one reads the reply any more.
-    if args.json {
+    if json {
         let mut whole = reply_json(&reply);
         whole["usage"] = serde_json::json!({
             "prompt_tokens": usage.prompt_tokens,
@@ -219,8 +226,9 @@ fn chat<D: Device>(
         tell(format_args!("repaired in the reply: {}\n", names.join(", ")));
     }
     clock.report(engine, usage.prompt_tokens, usage.completion_tokens);
-    if args.stats {
+    if let Some(opened) = stats {
         tell_run(engine, &clock, usage.prompt_tokens, usage.completion_tokens);
+        tell_memory(opened);
     }
     tell(format_args!("logits_hash {logits_hash}{}\n", engine.deviation()));
     out.finish().context("writing the reply to stdout")
@@ -228,7 +236,7 @@ fn chat<D: Device>(
 
 /// Text or ids, continued without a conversation.
 fn complete<D: Device>(
-    args: &Args,
+    stats: Option<&Opened>,
     engine: &Engine<D>,
     ids: &[u32],
     tokenizer: Option<&Tokenizer>,
@@ -271,8 +279,9 @@ fn complete<D: Device>(
         tokens.len()
     ));
     clock.report(engine, ids.len(), tokens.len());
-    if args.stats {
+    if let Some(opened) = stats {
         tell_run(engine, &clock, ids.len(), tokens.len());
+        tell_memory(opened);
     }
     tell(format_args!("logits_hash {logits_hash}{}\n", engine.deviation()));
     out.finish().context("writing the reply to stdout")

@@ -66,14 +66,17 @@ pub(crate) struct ModelArgs {
     /// Bytes that the computation of a prompt may keep while it works
     ///
     /// The prompt is cut into as few chunks as that allows, each of which reads its experts once. No result depends on it.
-    #[arg(long, value_name = "BYTES", help_heading = MACHINE, value_parser = parse_bytes, default_value = "2GiB")]
+    #[arg(long, value_name = "BYTES", help_heading = MACHINE, value_parser = parse_bytes, default_value = "2GiB",
+          conflicts_with = "chunk")]
     activation_budget: u64,
     /// Tokens of the prompt that are computed at once, whatever they need; no result depends on it
     #[arg(long, value_name = "N", help_heading = MACHINE)]
     chunk: Option<usize>,
     /// What the next layer's router is given early, to read experts ahead while decoding; no result depends on it
-    #[arg(long, value_enum, help_heading = MACHINE, default_value_t = LookaheadName::Input)]
-    lookahead: LookaheadName,
+    ///
+    /// [default: input; for direct and buffered stores]
+    #[arg(long, value_enum, help_heading = MACHINE)]
+    lookahead: Option<LookaheadName>,
     /// Run K3.1 without its indexer: past the indexer's budget, another function than it was trained for
     #[arg(long)]
     ignore_indexer: bool,
@@ -86,7 +89,7 @@ pub(crate) struct ModelArgs {
     store: StoreArgs,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum LookaheadName {
     /// Nothing: no expert is read before it is asked for
     Off,
@@ -96,7 +99,7 @@ enum LookaheadName {
     Shared,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceName {
     /// Single precision on this machine's processor
     Cpu,
@@ -116,6 +119,8 @@ pub(crate) struct Snapshot {
     tokenizer: PathBuf,
     options: EngineOptions,
     store: StoreArgs,
+    /// Lookahead was asked for.
+    lookahead: bool,
     /// Once it is loaded. At the end of the run it notes which experts were used.
     opened: OnceCell<Opened>,
 }
@@ -133,7 +138,7 @@ impl ModelArgs {
         options.model = ModelOptions::default()
             .with_ignore_indexer(self.ignore_indexer)
             .with_routed_top_p(self.routed_top_p)
-            .with_lookahead(match self.lookahead {
+            .with_lookahead(match self.lookahead.unwrap_or(LookaheadName::Input) {
                 LookaheadName::Off => Lookahead::Off,
                 LookaheadName::Input => Lookahead::Input,
                 LookaheadName::Shared => Lookahead::Shared,
@@ -145,9 +150,34 @@ impl ModelArgs {
                  finds facts in a list; name a snapshot folder to run a model of yours\n"
             ));
         }
+        if self.threads != 0 && self.device == DeviceName::Reference {
+            tell(format_args!("note: --threads decides nothing: the reference device has one\n"));
+        }
+        if self.ignore_indexer && checkpoint.config().indexer.is_none() {
+            tell(format_args!("note: --ignore-indexer decides nothing: this checkpoint has no indexer\n"));
+        }
         let tokenizer = self.tokenizer.clone().unwrap_or(dir);
         let (store, opened) = (self.store.clone(), OnceCell::new());
-        Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options, store, opened })
+        let lookahead = self.lookahead.is_some_and(|lookahead| lookahead != LookaheadName::Off);
+        Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options, store, lookahead, opened })
+    }
+
+    /// Says which options decide nothing where the most likely token is taken.
+    pub(crate) fn tell_unused(&self, sampling: &Sampling) {
+        let given = [
+            ("--top-k", self.top_k.is_some()),
+            ("--top-p", self.top_p.is_some()),
+            ("--min-p", self.min_p != Sampling::default().min_p),
+            ("--seed", self.seed != 0),
+        ];
+        let given = given.into_iter().filter(|(_, is_given)| *is_given);
+        let given: Vec<&str> = given.map(|(name, _)| name).filter(|_| sampling.temperature == 0.0).collect();
+        if !given.is_empty() {
+            tell(format_args!(
+                "note: the temperature is 0, so the most likely token is taken whatever {} may be; --temperature raises it\n",
+                given.join(", ")
+            ));
+        }
     }
 
     /// The checkpoint's values where the flags are silent, the vendor's recommendation where both are. The
@@ -192,6 +222,15 @@ impl Snapshot {
         let chunk = chunk_tokens(config, &self.options, D::VALUE_BYTES, LogitsWanted::Last);
         let needs = needs(config, self.checkpoint.resident_bytes(), 1, context, chunk, D::VALUE_BYTES);
         let opened = self.store.open(&self.checkpoint, needs)?;
+        let mut unused = opened.unused.clone();
+        unused.extend((self.lookahead && opened.is_mapped()).then_some("--lookahead"));
+        if !unused.is_empty() {
+            tell(format_args!(
+                "note: the mapped store leaves experts to the page cache, which {} cannot change; --store direct or \
+                 buffered can\n",
+                unused.join(", ")
+            ));
+        }
         let store = opened.store();
         let mut clock = Clock::new();
         let engine =

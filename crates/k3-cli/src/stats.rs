@@ -1,13 +1,14 @@
 //! The table at the end of a run: where memory, bytes and time went.
 
 use k3_experts::memory::peak_rss;
-use k3_experts::plan::{MemoryPlan, gigabytes};
+use k3_experts::plan::gigabytes;
 use k3_experts::{Counters, DriveCounters};
 use k3_graph::Device;
 use k3_runner::Engine;
 
 use crate::clock::{Clock, Rates};
 use crate::output::tell;
+use crate::store::Opened;
 
 /// What the experts cost, and the tokens.
 pub(crate) fn tell_run<D: Device>(engine: &Engine<D>, clock: &Clock, prompt: usize, completion: usize) {
@@ -19,13 +20,17 @@ pub(crate) fn tell_run<D: Device>(engine: &Engine<D>, clock: &Clock, prompt: usi
     table(&store.counters(), &store.drives(), &mut |label, text| line(label, format_args!("{text}")));
 }
 
-/// What was planned beside the `before` bytes that the program had then, and what it came to.
-pub(crate) fn tell_memory(plan: &MemoryPlan, before: Option<u64>) {
+/// What was planned beside what the program had then, and what it came to.
+pub(crate) fn tell_memory(opened: &Opened) {
+    let before = opened.before;
     let peak = peak_rss().map_or_else(|| "not known here".to_owned(), gigabytes);
-    let planned = before.unwrap_or(0).saturating_add(plan.total());
+    let planned = before.unwrap_or(0).saturating_add(opened.plan.total());
     let before = gigabytes(before.unwrap_or(0));
-    line("peak memory", format_args!("{peak}, planned {} with {before} of the program", gigabytes(planned)));
-    tell(format_args!("{plan}"));
+    line(
+        "peak memory",
+        format_args!("{peak}; planned {}, {before} of it the program before loading", gigabytes(planned)),
+    );
+    tell(format_args!("{}", opened.table()));
 }
 
 fn line(label: &str, text: std::fmt::Arguments<'_>) {
@@ -38,7 +43,7 @@ fn table(counters: &Counters, drives: &[DriveCounters], line: &mut dyn FnMut(&st
         line(
             "experts",
             format!(
-                "{} asked for, {} handed over; the system's page cache decides",
+                "{} asked for, {} handed over; what is read and what stays is up to the system's page cache",
                 c.requested,
                 gigabytes(c.bytes)
             ),
@@ -62,7 +67,7 @@ fn table(counters: &Counters, drives: &[DriveCounters], line: &mut dyn FnMut(&st
     line(
         "bytes",
         format!(
-            "{} demanded, {} guessed of which {} wasted, {} from earlier use; {} handed over",
+            "{} demanded, {} guessed ({} wasted), {} from earlier use; {} handed to the arithmetic",
             gigabytes(c.bytes_demanded),
             gigabytes(c.bytes_guessed),
             gigabytes(c.bytes_wasted),
@@ -74,7 +79,7 @@ fn table(counters: &Counters, drives: &[DriveCounters], line: &mut dyn FnMut(&st
     line(
         "slots",
         format!(
-            "{} evictions, {} retired leases asked, {} buffers over budget",
+            "{} evictions, {} checks whether a buffer is still in use, {} buffers over budget",
             c.evictions, c.retired_checks, c.over_budget
         ),
     );
@@ -118,13 +123,13 @@ mod tests {
             "250 hits (0.250), 50 joined on their way (0.050), 700 misses, of which 123 not kept",
             "12.35 GB demanded",
             "1.50 s for experts",
-            "77 evictions, 0 retired leases asked, 3 buffers over budget",
+            "77 evictions, 0 checks whether a buffer is still in use, 3 buffers over budget",
             "drive 0: 4.00 GB in 10 reads, 2.00 GB/s while busy (2.00 s), 4.5 in flight on average, 6 at most",
         ] {
             assert!(found.contains(expected), "{expected:?} in\n{found}");
         }
         let mut counters = Counters::default();
         counters.requested = 5;
-        assert!(text(counters, &[]).contains("page cache decides"));
+        assert!(text(counters, &[]).contains("page cache"));
     }
 }

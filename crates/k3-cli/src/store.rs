@@ -14,7 +14,7 @@ use k3_experts::plan::{MemoryPlan, Needs, gigabytes};
 use k3_experts::slab::{Direct, slot_bytes};
 use k3_experts::usage::{Usage, UsageError};
 use k3_experts::{ExpertStore, SlabOptions, SlabStore};
-use k3_format::Checkpoint;
+use k3_format::{Checkpoint, ShardError};
 use k3_runner::memory::expert_sizes;
 
 use crate::output::tell;
@@ -30,13 +30,14 @@ pub(crate) struct StoreArgs {
     #[arg(long, value_enum, default_value_t = StoreName::Auto)]
     store: StoreName,
     /// Bytes of memory for experts, as in 8GiB or 20GB. `auto` takes what the weights, the sequence and the computation
-    /// leave of the machine's memory and of the limits that are set. Not for the mapped store, where the system decides
+    /// leave of the machine's memory and of the limits that are set. A number rules the mapped store out, where the system
+    /// decides, unless that is asked for
     #[arg(long, value_name = "BYTES", default_value = "auto")]
     expert_budget: Budget,
-    /// Reads in flight on each drive; for direct and buffered stores
-    #[arg(long, value_name = "READS", default_value_t = SlabOptions::default().reads_in_flight,
+    /// Reads in flight on each drive; for direct and buffered stores [default: 6]
+    #[arg(long, value_name = "READS",
           value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=256))]
-    reads_in_flight: usize,
+    reads_in_flight: Option<usize>,
     /// Which experts were used, of all runs: read at the start, written at the end; `none` keeps nothing. For direct and
     /// buffered stores [default: $XDG_CACHE_HOME/k3/IDENTITY.usage]
     #[arg(long, value_name = "FILE")]
@@ -77,6 +78,8 @@ pub(crate) struct Opened {
     pub(crate) plan: MemoryPlan,
     /// Bytes that the program had when the plan was made.
     pub(crate) before: Option<u64>,
+    /// Options that were given and that this store has no use for.
+    pub(crate) unused: Vec<&'static str>,
     /// Dropped at the end of a run, which writes it.
     usage: Option<UsageFile>,
 }
@@ -113,7 +116,8 @@ impl StoreArgs {
                 ),
             }
         }
-        let slab = SlabOptions { reads_in_flight: self.reads_in_flight, ..SlabOptions::default() };
+        let mut slab = SlabOptions::default();
+        slab.reads_in_flight = self.reads_in_flight.unwrap_or(slab.reads_in_flight);
         let mut options = StoreOptions { backend, slab, ..StoreOptions::default() };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         options.probe.seed = now.map_or(0, |now| now.as_nanos() as u64);
@@ -125,7 +129,18 @@ impl StoreArgs {
             Some(store) => self.usage_file(checkpoint, store, &plan)?,
             None => None,
         };
-        Ok(Opened { chosen: opened, plan, before, usage })
+        let unused = if opened.slab.is_some() { Vec::new() } else { self.for_slots() };
+        Ok(Opened { chosen: opened, plan, before, unused, usage })
+    }
+
+    /// What was asked of a store with slots.
+    fn for_slots(&self) -> Vec<&'static str> {
+        let given = [
+            ("--expert-budget", self.expert_budget != Budget::Auto),
+            ("--reads-in-flight", self.reads_in_flight.is_some()),
+            ("--usage", self.usage.as_ref().is_some_and(|file| file != Path::new("none"))),
+        ];
+        given.into_iter().filter(|(_, is_given)| *is_given).map(|(name, _)| name).collect()
     }
 
     fn plan(&self, checkpoint: &Checkpoint, needs: Needs) -> MemoryPlan {
@@ -140,7 +155,9 @@ impl StoreArgs {
             let experts = *asked.get_or_insert(UNKNOWN_MACHINE);
             Machine::with(needs.total().saturating_add(experts).saturating_add(UNKNOWN_MACHINE))
         });
-        MemoryPlan::new(&machine, needs, sizes, asked)
+        let mut plan = MemoryPlan::new(&machine, needs, sizes, asked);
+        plan.asked = self.expert_budget != Budget::Auto;
+        plan
     }
 
     fn usage_file(
@@ -168,6 +185,14 @@ impl StoreArgs {
         };
         let earlier = earlier.unwrap_or_else(|| Usage::new(geometry));
         let identity = checkpoint.identity();
+        if self.usage.is_some() {
+            // A place that was named and cannot be written is known now, not after hours.
+            match earlier.save(&path, identity) {
+                Err(UsageError::Write { source, .. })
+                    if matches!(*source, ShardError::OutputIsBusy { .. }) => {}
+                saved => saved?,
+            }
+        }
         Ok(Some(UsageFile { store: store.clone(), path, identity, earlier }))
     }
 }
@@ -182,6 +207,22 @@ impl Opened {
         if let Some(usage) = &self.usage {
             usage.store.warm(&usage.earlier);
         }
+    }
+
+    /// The memory table, with the slots that the store has.
+    pub(crate) fn table(&self) -> String {
+        match &self.chosen.slab {
+            Some(store) => {
+                let words = self.plan.describe_slots(store.slots() as u64);
+                self.plan.table(words.split_once(" = ").map_or("", |(_, words)| words))
+            }
+            None => self.plan.table("left to the page cache"),
+        }
+    }
+
+    /// Whether experts are left to the page cache.
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.chosen.backend == Backend::Mapped
     }
 
     /// One line about the store.
@@ -226,6 +267,12 @@ impl Drop for UsageFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The help names it.
+    #[test]
+    fn six_reads_are_in_flight() {
+        assert_eq!(SlabOptions::default().reads_in_flight, 6);
+    }
 
     #[test]
     fn a_budget_is_bytes_or_auto() {

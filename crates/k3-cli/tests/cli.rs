@@ -284,6 +284,9 @@ fn arguments_of_generate() {
         fails(&["generate", &dir, "--prompt", "hi", "--temperature", "-1"], "").contains("temperature is -1")
     );
     assert!(fails(&["generate", &dir, "--ids", "1", "--json"], "").contains("--json"));
+    assert!(fails(&["generate", &dir, "--ids", "1", "--tokenizer", &dir], "").contains("--tokenizer"));
+    let both = fails(&["generate", &dir, "--ids", "1", "--chunk", "9", "--activation-budget", "1GB"], "");
+    assert!(both.contains("--activation-budget"), "{both}");
     assert!(fails(&["generate", &dir, "--raw", "hi", "--tokenizer", &small()], "").contains("1024"));
     assert!(fails(&["generate", &dir, "--raw", ""], "").contains("there are no tokens"));
     let long = "x".repeat(5000);
@@ -534,32 +537,4 @@ fn routed_top_p_is_named_wherever_a_result_is() {
     assert!(hash.ends_with(" (routed top-p 0.5)"), "{hash}");
     let refused = fails(&["generate", &model, "--ids", "5", "--routed-top-p", "1.5"], "");
     assert!(refused.contains("above 0 and at most 1; found 1.5"), "{refused}");
-}
-
-#[test]
-fn routing_is_recorded() {
-    let model = fixtures().join("tiny-k31").display().to_string();
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("trace").display().to_string();
-    let args = [
-        "generate",
-        &model,
-        "--ids",
-        "5,6,7",
-        "--max-tokens",
-        "3",
-        "--ignore-eos",
-        "--record-routing",
-        &file,
-    ];
-    let output = k3(&args, "");
-    let told = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && told.contains("routing of 5 tokens in "), "{told}");
-    assert!(told.contains(" MB of experts a prompt token"), "{told}");
-    let bytes = std::fs::read(&file).unwrap();
-    let header = b"k3-routing 1 12 16 4 16\n";
-    assert!(bytes.starts_with(header));
-    assert_eq!(bytes.len(), header.len() + 5 * 12 * 16 * 2);
-    let refused = fails(&["generate", &model, "--ids", "5", "--record-routing", "/nonexistent/trace"], "");
-    assert!(refused.contains("/nonexistent/trace"), "{refused}");
 }

@@ -68,6 +68,25 @@ fn a_budget_that_is_not_there_is_told() {
     assert!(!success && told.contains("is too small"), "{told}");
 }
 
+/// A limit is a limit: what would be left to the page cache is read into slots if their bytes are named.
+#[test]
+fn a_budget_rules_the_page_cache_out() {
+    let found = told(&["--expert-budget", "1MB", "--usage", "none"]);
+    assert!(found.contains("experts: direct, ") || found.contains("experts: buffered, "), "{found}");
+    assert!(found.contains("; 1.00 MB = "), "{found}");
+}
+
+#[test]
+fn a_place_for_uses_that_cannot_be_written_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let below = file.join("uses").display().to_string();
+    let (success, told) =
+        run(Command::new(env!("CARGO_BIN_EXE_k3")), &["--store", "buffered", "--usage", &below]);
+    assert!(!success && told.contains("the uses of experts in") && !told.contains("experts: "), "{told}");
+}
+
 #[test]
 fn statistics_are_a_table() {
     for store in slab_stores() {
@@ -91,7 +110,7 @@ fn statistics_are_a_table() {
         assert!(found.lines().count() < 40, "{found}");
     }
     let mapped = told(&["--stats"]);
-    assert!(mapped.contains("the system's page cache decides"), "{mapped}");
+    assert!(mapped.contains("is up to the system's page cache"), "{mapped}");
     assert!(mapped.contains("planned "), "{mapped}");
 }
 

@@ -94,9 +94,10 @@ fn total(rates: &[DriveRate]) -> f64 {
 const WORTH_BUFFERING: f64 = 1.15;
 
 /// Whether files can be left to the page cache without measuring, and why: all of them fit in a quarter of the memory,
-/// or all experts fit in what the plan leaves them. A limit on the address space rules mapping out.
+/// or all experts fit in what the plan leaves them. A limit on the address space rules mapping out, and so does a budget
+/// that was asked for: the page cache would not keep to it.
 fn mapped_at_once(plan: &MemoryPlan, file_bytes: u64, expert_bytes: u64) -> Option<String> {
-    if plan.bound_by.contains("address space") {
+    if plan.asked || plan.bound_by.contains("address space") {
         return None;
     }
     if file_bytes <= plan.room / 4 {
@@ -310,6 +311,8 @@ mod tests {
         let check = |room: u64, files: u64, experts: u64, expected: Option<&str>| {
             let needs = Needs { pinned: 10 * GB, ..Needs::default() };
             let sizes = ExpertSizes { geometry: RELEASED, slot_bytes: 17_563_648 };
+            let asked = MemoryPlan::new(&Machine::with(room * GB), needs, sizes, Some(experts * GB));
+            assert_eq!(mapped_at_once(&asked, files * GB, experts * GB), None, "a budget is a limit");
             let plan = MemoryPlan::new(&Machine::with(room * GB), needs, sizes, None);
             let found = mapped_at_once(&plan, files * GB, experts * GB);
             assert_eq!(found.is_some(), expected.is_some(), "{found:?}");

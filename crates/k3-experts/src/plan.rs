@@ -142,23 +142,31 @@ impl MemoryPlan {
             grouped(slots),
         )
     }
+
+    /// The memory table, with what the experts' bytes are used for in these words.
+    pub fn table(&self, experts: &str) -> String {
+        let mut rows = format!("{:<22}{:>12}  {}\n", "memory", gigabytes(self.room), self.bound_by);
+        let mut row = |name: &str, bytes: u64, words: &str| {
+            let row = format!("  {name:<20}{:>12}  {words}", gigabytes(bytes));
+            rows.extend([row.trim_end(), "\n"]);
+        };
+        row("pinned weights", self.needs.pinned, "");
+        row("sequence state", self.needs.state, "");
+        row("activations", self.needs.activations, "");
+        row("reserve", self.reserve, "");
+        row("experts", self.experts, experts);
+        if self.missing > 0 {
+            row("MISSING", self.missing, "");
+        }
+        rows
+    }
 }
 
 /// The memory table.
 impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:<22}{:>12}  {}", "memory", gigabytes(self.room), self.bound_by)?;
-        writeln!(f, "{:<22}{:>12}", "  pinned weights", gigabytes(self.needs.pinned))?;
-        writeln!(f, "{:<22}{:>12}", "  sequence state", gigabytes(self.needs.state))?;
-        writeln!(f, "{:<22}{:>12}", "  activations", gigabytes(self.needs.activations))?;
-        writeln!(f, "{:<22}{:>12}", "  reserve", gigabytes(self.reserve))?;
         let experts = self.describe_experts();
-        let (bytes, rest) = experts.split_once(" = ").unwrap_or((&experts, ""));
-        writeln!(f, "{:<22}{bytes:>12}  {rest}", "  experts")?;
-        if self.missing > 0 {
-            writeln!(f, "{:<22}{:>12}", "  MISSING", gigabytes(self.missing))?;
-        }
-        Ok(())
+        f.write_str(&self.table(experts.split_once(" = ").map_or("", |(_, words)| words)))
     }
 }
 
@@ -167,12 +175,12 @@ pub const HIT_RATES: [(f64, f64); 10] = [
     (0.0, 0.0),
     (0.25, 0.132),
     (0.5, 0.228),
-    (1.0, 0.357),
-    (1.5, 0.440),
-    (2.0, 0.495),
-    (4.0, 0.612),
-    (5.33, 0.662),
-    (8.0, 0.736),
+    (1.0, 0.364),
+    (1.5, 0.447),
+    (2.0, 0.499),
+    (4.0, 0.616),
+    (5.33, 0.667),
+    (8.0, 0.742),
     // Everything.
     (56.0, 1.0),
 ];

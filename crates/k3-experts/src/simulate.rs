@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::ExpertId;
 use crate::policy::{Policy, Verdict, Visit};
-use crate::trace::Trace;
+use crate::trace::{Geometry, Trace};
 
 /// What a replay found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,15 +26,37 @@ impl Tally {
 
 /// Replays `trace` token by token. The first `warm_tokens` fill the slots and are not counted.
 pub fn replay(trace: &Trace, policy: &mut dyn Policy, warm_tokens: usize) -> Tally {
-    let geometry = trace.geometry();
+    replay_batches(trace, policy, warm_tokens, 1)
+}
+
+/// The same with `batch` tokens at once, as of so many sequences whose tokens the trace holds in turn. An expert that
+/// several of them use is asked for once. What is left of the trace, less than a batch, is not replayed.
+///
+/// # Panics
+/// If `batch` is 0.
+pub fn replay_batches(trace: &Trace, policy: &mut dyn Policy, warm_tokens: usize, batch: usize) -> Tally {
+    let Geometry { layers, per_token, .. } = trace.geometry();
     let mut tally = Tally::default();
-    let mut verdicts = Vec::new();
-    for token in 0..trace.len() {
-        for layer in 0..geometry.layers {
-            let experts = trace.routed(token, layer);
-            let (choices, ranks, per_token) = (trace.ranked(token, layer), trace.ranks(), geometry.per_token);
-            policy.visit(Visit { layer, experts, choices, ranks, per_token }, &mut verdicts);
-            if token < warm_tokens {
+    let (mut verdicts, mut experts, mut choices) = (Vec::new(), Vec::new(), Vec::new());
+    for first in (0..(trace.len() + 1).saturating_sub(batch)).step_by(batch) {
+        for layer in 0..layers {
+            choices.clear();
+            (first..first + batch).for_each(|token| choices.extend_from_slice(trace.ranked(token, layer)));
+            // The most wanted first: by the best rank, then by number.
+            experts.clear();
+            for rank in 0..per_token {
+                let before = experts.len();
+                for id in choices.iter().skip(rank).step_by(trace.ranks()) {
+                    if !experts.contains(id) {
+                        experts.push(*id);
+                    }
+                }
+                experts[before..].sort_unstable();
+            }
+            let visit =
+                Visit { layer, experts: &experts, choices: &choices, ranks: trace.ranks(), per_token };
+            policy.visit(visit, &mut verdicts);
+            if first < warm_tokens {
                 continue;
             }
             tally.requested += verdicts.len() as u64;

@@ -27,10 +27,16 @@ impl<const N: usize> Regression<N> {
 
     /// One sample, and whether what is to be predicted came.
     pub(super) fn add(&mut self, features: &[f32; N], came: bool, weight: f64) {
-        for (row, &feature) in features.iter().enumerate().filter(|(_, feature)| **feature != 0.0) {
-            let weighted = weight * f64::from(feature);
-            for (sum, &other) in self.products[row][..=row].iter_mut().zip(features) {
-                *sum += weighted * f64::from(other);
+        // Most features of most samples are 0.
+        let (mut present, mut count) = ([0; N], 0);
+        for (at, _) in features.iter().enumerate().filter(|(_, feature)| **feature != 0.0) {
+            present[count] = at;
+            count += 1;
+        }
+        for (i, &row) in present[..count].iter().enumerate() {
+            let weighted = weight * f64::from(features[row]);
+            for &column in &present[..=i] {
+                self.products[row][column] += weighted * f64::from(features[column]);
             }
             self.targets[row] += if came { weighted } else { 0.0 };
         }
@@ -66,7 +72,8 @@ mod tests {
 
     /// Samples of a line `y = a x0 + b x1 + c`, as shares of what came.
     fn samples(regression: &mut Regression<3>, [a, b, c]: [f64; 3]) {
-        for (x0, x1) in (0..10).flat_map(|i| (0..10).map(move |j| (f64::from(i) / 10.0, f64::from(j) / 10.0))) {
+        for (x0, x1) in (0..10).flat_map(|i| (0..10).map(move |j| (f64::from(i) / 10.0, f64::from(j) / 10.0)))
+        {
             let share = a * x0 + b * x1 + c;
             let features = [x0 as f32, x1 as f32, 1.0];
             regression.add(&features, true, 1e8 * share);
@@ -75,7 +82,8 @@ mod tests {
     }
 
     fn close(found: [f32; 3], expected: [f64; 3]) {
-        let near = found.iter().zip(expected).all(|(found, expected)| (f64::from(*found) - expected).abs() < 1e-4);
+        let near =
+            found.iter().zip(expected).all(|(found, expected)| (f64::from(*found) - expected).abs() < 1e-4);
         assert!(near, "{found:?}, expected {expected:?}");
     }
 

@@ -15,10 +15,12 @@ const DECAYS: [f32; 2] = [0.995, 0.9];
 const FEATURES: usize = LAGS + DECAYS.len() + 1;
 /// Ranks whose experts count, as a multiple of the experts that a token uses; at most half of a layer.
 const RANKS: usize = 8;
-/// Tokens that are looked ahead, at most.
-const HORIZON: usize = 24;
-/// Layers of a pass that are learnt from, about.
-const SAMPLES: usize = 32;
+/// Tokens that are looked ahead beside the next one, at least and at most.
+const HORIZON: std::ops::RangeInclusive<usize> = 2..=24;
+/// Most tokens of a visit that are taken for a batch; more are a prompt.
+const BATCH: usize = 24;
+/// Layers of a pass that are learnt from, about; more tell no more, and take time before reads begin.
+const SAMPLES: usize = 16;
 /// What one sample leaves of those before it.
 const FADE: f64 = 1.0 - 1.0 / 2000.0;
 
@@ -103,7 +105,8 @@ impl Layer {
             average.iter_mut().for_each(|average| *average *= decay);
             choice.iter().zip(worth).for_each(|(&id, worth)| average[id as usize] += (1.0 - decay) * worth);
         }
-        self.history.truncate(LAGS + horizon - 1);
+        // A sample may also lie within a batch as far from its begin.
+        self.history.truncate(LAGS + horizon + BATCH - 1);
         self.history.push_front(choice[..choice.len().min(worth.len())].to_vec());
     }
 
@@ -123,14 +126,14 @@ impl Retention {
     pub fn new(slots: usize, layers: usize, experts: usize, per_token: usize) -> Self {
         let counting = per_token.saturating_mul(RANKS).min(experts / 2).max(per_token + 1).min(experts);
         let floor = upper_quantile(counting, experts);
-        let horizon = (2 * slots / (layers * per_token).max(1)).min(HORIZON);
+        let horizon = (2 * slots / (layers * per_token).max(1)).clamp(*HORIZON.start(), *HORIZON.end());
         let layer = |slots| Layer {
             slots,
             residents: Vec::with_capacity(slots.min(experts)),
             resident: vec![false; experts],
             score: vec![0.0; experts],
             averages: DECAYS.map(|_| vec![0.0; experts]),
-            history: VecDeque::with_capacity(LAGS + horizon),
+            history: VecDeque::with_capacity(LAGS + horizon + BATCH),
         };
         // What varied text gives.
         let mut prior = [0.0; FEATURES];
@@ -164,16 +167,19 @@ impl Retention {
         let sampled = (self.samples / (self.horizon + 1)) % tokens.max(1);
         for (token, choice) in visit.choices.chunks_exact(visit.ranks.max(1)).enumerate() {
             if is_sampled && token == sampled {
-                self.sample(visit.layer, &choice[..visit.per_token.min(choice.len())]);
+                // The tokens of a batch are all ahead when its experts are chosen; those of a prompt follow each other.
+                let ahead = if tokens <= BATCH { token } else { 0 };
+                self.sample(visit.layer, &choice[..visit.per_token.min(choice.len())], ahead);
             }
             self.layers[visit.layer].push(choice, &self.worth, self.horizon);
         }
         self.layers[visit.layer].judge(&self.weights, &self.worth);
     }
 
-    /// What a token used, and what an expert could have been judged by some tokens before it.
-    fn sample(&mut self, layer: usize, used: &[ExpertId]) {
-        let delay = self.samples % (self.horizon + 1);
+    /// What a token used, and what an expert could have been judged by `ahead` and some more tokens before it.
+    fn sample(&mut self, layer: usize, used: &[ExpertId], ahead: usize) {
+        let further = self.samples % (self.horizon + 1);
+        let delay = ahead + further;
         self.samples += 1;
         let layer = &self.layers[layer];
         if layer.history.len() <= delay {
@@ -182,7 +188,7 @@ impl Retention {
         layer.features_before(delay, &self.worth, &mut self.features);
         self.regression.fade(FADE);
         used.iter().for_each(|&id| self.member[id as usize] = true);
-        let weight = 1.0 - delay as f64 / (self.horizon + 1) as f64;
+        let weight = 1.0 - further as f64 / (self.horizon + 1) as f64;
         for (features, came) in self.features.iter().zip(&self.member) {
             self.regression.add(features, *came, weight);
         }

@@ -1,6 +1,6 @@
 use k3_experts::ExpertId;
 use k3_experts::policy::{GlobalLru, LayerLru, Policy, Retention, Verdict, spread};
-use k3_experts::simulate::{optimum, replay};
+use k3_experts::simulate::{Tally, optimum, replay, replay_batches};
 use k3_experts::trace::{Generator, Geometry};
 
 use crate::{sequence, visit};
@@ -65,12 +65,33 @@ fn retention_bypasses_what_scores_lower() {
 #[test]
 fn retention_learns_a_period() {
     // A B C A B C ... with room for two of three: recency alone hits nothing.
-    let ids: Vec<ExpertId> = (0..600).map(|t| t % 3).collect();
-    let trace = sequence(40, &ids);
-    assert_eq!(replay(&trace, &mut LayerLru::new(2, 1), 100).hits, 0);
-    let rate = replay(&trace, &mut Retention::new(2, 1, 40, 1), 100).hit_rate();
-    let best = optimum(&trace, 2, 100).hit_rate();
-    assert!(rate > 0.45, "{rate}, and the optimum {best}");
+    let check = |period: ExpertId, slots: usize| {
+        let ids: Vec<ExpertId> = (0..900).map(|t| t % period).collect();
+        let trace = sequence(40, &ids);
+        assert_eq!(replay(&trace, &mut LayerLru::new(slots, 1), 300).hits, 0);
+        let rate = replay(&trace, &mut Retention::new(slots, 1, 40, 1), 300).hit_rate();
+        let best = optimum(&trace, slots, 300).hit_rate();
+        assert!(rate > best - 0.03, "{rate:.3}, and the optimum {best:.3}: {slots} slots, {period} experts");
+    };
+    check(3, 1);
+    check(3, 2);
+    check(5, 2);
+    check(5, 3);
+    check(5, 4);
+    check(8, 5);
+}
+
+/// A batch is one visit: what several tokens use is asked for once, in the order of the best rank.
+#[test]
+fn tokens_at_once() {
+    let mut trace = k3_experts::trace::Trace::new(Geometry { layers: 1, experts: 9, per_token: 2 }, 3);
+    [[5, 1, 8], [1, 7, 8], [7, 2, 8], [5, 3, 8], [0, 1, 2]].iter().for_each(|token| trace.push(token));
+    // 1 5 7, then 5 7 2 3; the last token is left over.
+    let tally = replay_batches(&trace, &mut LayerLru::new(3, 1), 0, 2);
+    assert_eq!((tally.requested, tally.hits, tally.admitted), (7, 2, 4));
+    let tally = replay_batches(&trace, &mut LayerLru::new(3, 1), 2, 2);
+    assert_eq!((tally.requested, tally.hits, tally.admitted), (4, 2, 1));
+    assert_eq!(replay_batches(&trace, &mut LayerLru::new(3, 1), 0, 6), Tally::default());
 }
 
 #[test]
