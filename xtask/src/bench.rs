@@ -21,6 +21,8 @@ use clap::Subcommand;
 use k3_experts::memory::peak_rss;
 use k3_format::{Checkpoint, OpenOptions};
 
+pub(crate) use decode::median;
+
 /// Measure something, and the limit it should be compared with
 #[derive(Debug, clap::Args)]
 pub struct Args {

@@ -63,7 +63,7 @@ pub(super) fn size(dir: &Path) -> Result<u64> {
 }
 
 /// The middle one.
-pub(super) fn median(mut seconds: Vec<f64>) -> f64 {
+pub(crate) fn median(mut seconds: Vec<f64>) -> f64 {
     seconds.sort_by(f64::total_cmp);
     seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN)
 }

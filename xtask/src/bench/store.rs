@@ -11,6 +11,8 @@ use anyhow::{Context, Result, ensure};
 use k3_experts::slab::{Direct, Reader};
 use k3_experts::{Choices, Counters, ExpertId, ExpertRequest, ExpertStore, Phase, SlabOptions, SlabStore};
 use k3_format::{Checkpoint, ExpertLocation, OpenOptions};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
 
 /// Both rates are taken this often, in turn: drives change their rate with time.
 const TRIES: usize = 6;
@@ -43,12 +45,12 @@ pub(super) fn run(dir: &Path, reads_in_flight: usize, budget_bytes: u64) -> Resu
     )?;
 
     // A token's experts of each layer, at random: nearly all are misses with a budget far below the checkpoint.
-    let mut random = Random(1);
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
     let tokens = (BYTES / (expert_bytes * per_token * (layers - first)) as u64).max(1) as usize;
     let mut ratios = Vec::new();
     let mut visits = || -> Vec<(usize, Vec<ExpertId>)> {
         let layers = (0..tokens).flat_map(|_| first..layers);
-        layers.map(|layer| (layer, random.distinct(per_token, experts))).collect()
+        layers.map(|layer| (layer, distinct(&mut rng, per_token, experts))).collect()
     };
     for turn in 0..TRIES {
         // Different experts for the two, and each goes first in turn: what one has read may be cached behind the drive.
@@ -157,24 +159,13 @@ fn plain_rate(
     })
 }
 
-/// `xorshift64*`
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
+/// `k` of `of` experts in any order.
+fn distinct(rng: &mut ChaCha8Rng, k: usize, of: usize) -> Vec<ExpertId> {
+    let mut ids: Vec<ExpertId> = (0..of as ExpertId).collect();
+    for i in 0..k {
+        let j = i + (rng.next_u64() % (of - i) as u64) as usize;
+        ids.swap(i, j);
     }
-
-    fn distinct(&mut self, k: usize, of: usize) -> Vec<ExpertId> {
-        let mut ids: Vec<ExpertId> = (0..of as ExpertId).collect();
-        for i in 0..k {
-            let j = i + self.below(of - i);
-            ids.swap(i, j);
-        }
-        ids.truncate(k);
-        ids
-    }
+    ids.truncate(k);
+    ids
 }

@@ -9,6 +9,7 @@ use k3_runner::Engine;
 
 use super::table::{Column, table};
 use super::{IndexerMode, OnEngine, nano, on_engine};
+use crate::bench::median;
 use crate::expect::{
     Check, Expectations, Found, Injection, Outcome, Sizes, Wanted, align, compare, exceeds, fits_context,
     record, relative_l2,
@@ -95,7 +96,7 @@ pub(super) fn run(args: &IndexerArgs) -> Result<()> {
     let each = |d: &Difference| [d.indexer, d.dense, d.random];
     let mut rows: Vec<Vec<String>> =
         differences.iter().map(|d| row(&d.name, d.tokens.to_string(), each(d))).collect();
-    let medians = [0, 1, 2].map(|i| median(differences.iter().map(|d| each(d)[i])));
+    let medians = [0, 1, 2].map(|i| median(differences.iter().map(|d| each(d)[i]).collect()));
     rows.push(row("median", String::new(), medians));
     let mut out = std::io::stdout();
     writeln!(
@@ -133,12 +134,6 @@ pub(super) fn run(args: &IndexerArgs) -> Result<()> {
     Ok(())
 }
 
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 /// What is wrong, line by line: nothing if every recorded selection came again, logits with the indexer are within their
 /// bound, and other keys move them far beyond it.
 pub fn judge(measured: &Measured) -> Vec<String> {
@@ -166,8 +161,8 @@ pub fn judge(measured: &Measured) -> Vec<String> {
         }
     }
     let bound = measured.differences.iter().map(|d| d.bound).fold(0.0, f64::max);
-    let dense = ("dense", median(measured.differences.iter().map(|d| d.dense)));
-    let random = ("random", median(measured.differences.iter().map(|d| d.random)));
+    let dense = ("dense", median(measured.differences.iter().map(|d| d.dense).collect()));
+    let random = ("random", median(measured.differences.iter().map(|d| d.random).collect()));
     for (what, distance) in [dense, random] {
         if !exceeds(distance, FAR * bound) || distance.is_nan() {
             wrong.push(format!(

@@ -1,17 +1,20 @@
 //! `cargo xtask selfcheck`, through its library entry and as a program.
 
+mod divergence;
+mod refusals;
 #[allow(dead_code, reason = "each test binary uses its part")]
+#[path = "../support/mod.rs"]
 mod support;
 
 use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 
-use k3_format::{Checkpoint, ExpertLocation, IndexerNames, OpenOptions, Role, TensorId};
+use k3_format::IndexerNames;
 use support::{changed, copy, copy_to, f32s, fixture, i32s, on, refusal, selfcheck, temporary, unread};
-use xtask::expect::{Outcome, Tensor, Tensors, read_tensors};
+use xtask::OpenArgs;
+use xtask::expect::{Outcome, Tensor, Tensors};
 use xtask::selfcheck::{Args, DeviceName, Report, Sublayer, check_folder};
-use xtask::{LoadName, OpenArgs};
 
 /// Names of the checks with an outcome.
 fn names(report: &Report, outcome: Outcome) -> Vec<&str> {
@@ -269,179 +272,6 @@ fn the_summary_without_logits() {
     assert!(summary.contains(" skipped; router 960/960"), "{summary}");
 }
 
-/// Flips a bit of the first scale of the first matrix of an expert, in the file.
-fn damage(dir: &Path, layer: usize, expert: u32) {
-    let checkpoint = Checkpoint::open(dir, &OpenOptions::default()).unwrap();
-    let experts = checkpoint.experts();
-    let ExpertLocation::Run { shard, begin } = experts.location(layer, expert).unwrap() else {
-        panic!("fixture experts lie in one piece");
-    };
-    let at = begin as usize + experts.layout().parts[1].start;
-    let file = dir.join(&checkpoint.shards().files()[shard].name);
-    let mut bytes = fs::read(&file).unwrap();
-    bytes[at] ^= 4;
-    fs::write(&file, bytes).unwrap();
-}
-
-#[test]
-fn a_flipped_bit_in_an_expert_is_located() {
-    let dir = copy("tiny-k31", &[]);
-    damage(dir.path(), 5, 3);
-    let (reports, text) = selfcheck(&on(dir.path(), None));
-    let [report] = reports.try_into().unwrap();
-    assert!(!report.is_good());
-    let divergence = report.divergence.as_ref().unwrap();
-    assert_eq!((divergence.layer, divergence.sublayer), (Some(5), Sublayer::Moe), "{text}");
-    // Later layers inherit the error; only this one is wrong with the right input.
-    let wrong: Vec<_> = report.forced.as_ref().unwrap().iter().filter(|f| f.relative_l2 > 5e-6).collect();
-    assert_eq!(
-        wrong.iter().map(|f| (f.layer, f.sublayer)).collect::<Vec<_>>(),
-        [(5, Sublayer::Moe)],
-        "{text}"
-    );
-    assert_eq!(report.check("attn_in").unwrap().outcome, Outcome::Failed);
-    assert_eq!(report.check("KDA alone").unwrap().outcome, Outcome::Passed);
-    assert!(text.contains("first divergence: layer 5, MoE, position "), "{text}");
-    assert!(text.contains("wrong itself, with expected inputs: layer 5 MoE"), "{text}");
-}
-
-#[test]
-fn a_divergence_is_located_by_the_last_position_alone() {
-    let dir = copy("tiny-k31", &["trace.safetensors"]);
-    for expert in 0..16 {
-        damage(dir.path(), 5, expert);
-    }
-    let (reports, text) = selfcheck(&on(dir.path(), None));
-    let divergence = reports[0].divergence.as_ref().unwrap();
-    assert_eq!(
-        (divergence.layer, divergence.sublayer, divergence.position),
-        (Some(5), Sublayer::Moe, Some(79)),
-        "{text}"
-    );
-    assert!(text.contains("errors cannot be told from inherited ones"), "{text}");
-}
-
-/// Puts a NaN at the begin of a row of a BF16 matrix.
-fn put_nan(dir: &Path, role: Role, row: usize) {
-    let checkpoint = Checkpoint::open(dir, &OpenOptions::default()).unwrap();
-    let tensor = checkpoint.tensor(TensorId::model(role)).unwrap();
-    assert_eq!(tensor.byte_len(), 2 * tensor.shape.iter().product::<u64>());
-    let file = dir.join(&checkpoint.shards().files()[tensor.shard].name);
-    let at = tensor.begin as usize + 2 * row * tensor.shape[1] as usize;
-    let mut bytes = fs::read(&file).unwrap();
-    bytes[at..][..2].copy_from_slice(&0x7fc0_u16.to_le_bytes());
-    fs::write(&file, bytes).unwrap();
-}
-
-/// The run fails its check `finite` with this, which is also where the run first diverges.
-#[track_caller]
-fn check_not_finite(args: &Args, place: &str) {
-    let (reports, text) = selfcheck(args);
-    assert!(!reports[0].is_good());
-    assert_eq!(names(&reports[0], Outcome::Failed), ["finite"], "{text}");
-    assert!(reports[0].check("finite").unwrap().note.contains(place), "{text}");
-    let first = text.lines().find(|line| line.starts_with("  first divergence: ")).unwrap();
-    assert!(first.contains(place), "{text}");
-}
-
-#[test]
-fn an_embedding_that_is_not_a_number_is_a_failed_check() {
-    let dir = copy("tiny-k3", &[]);
-    let expected = read_tensors(&fixture("tiny-k3").join("expected.safetensors")).unwrap();
-    let ids = expected["input_ids"].as_i32().unwrap();
-    let position = 5;
-    let before = ids[..position].contains(&ids[position]);
-    assert!(!before, "a token of its own");
-    put_nan(dir.path(), Role::EmbedTokens, ids[position] as usize);
-    check_not_finite(&on(dir.path(), None), "position 5, ");
-}
-
-/// Read whole, matrices are checked; mapped ones show it where they are used.
-#[test]
-fn a_matrix_that_is_not_a_number() {
-    let dir = copy("tiny-k3", &[]);
-    put_nan(dir.path(), Role::LmHead, 3);
-    let error = refusal(&on(dir.path(), None));
-    assert!(error.contains("lm_head.weight: row 3, column 0") && error.contains("NaN"), "{error}");
-    let open = OpenArgs { load: LoadName::Map, ..OpenArgs::default() };
-    check_not_finite(&Args { open, ..on(dir.path(), None) }, "position 0, logits");
-}
-
-/// Malformed expectations are refused with this in the message.
-#[track_caller]
-fn check_refused(change: impl FnOnce(&mut Tensors), parts: &[&str]) {
-    let (_dir, file) = changed("tiny-k31", change);
-    let error = refusal(&on(fixture("tiny-k31"), Some(&file)));
-    for part in parts {
-        assert!(error.contains(part), "`{part}` is not in: {error}");
-    }
-}
-
-#[test]
-fn malformed_expectations() {
-    let put = |name: &'static str, tensor: Tensor| {
-        move |t: &mut Tensors| {
-            t.insert(name.to_owned(), tensor);
-        }
-    };
-    check_refused(
-        put("logits", Tensor::f32([2, 2], vec![0.0; 4])),
-        &["`logits`", "[80, 512]", "[2, 2]", "changed.safetensors"],
-    );
-    check_refused(put("router_idx", Tensor::f32([1], vec![0.0])), &["`router_idx`", "I32", "F32"]);
-    check_refused(put("input_ids", Tensor::i32([0], vec![])), &["`input_ids`"]);
-    check_refused(put("input_ids", Tensor::i32([1], vec![512])), &["`input_ids`", "512"]);
-    check_refused(put("input_ids", Tensor::i32([1], vec![-1])), &["`input_ids`", "-1"]);
-    check_refused(put("kda_layers", Tensor::i32([9], vec![0; 9])), &["`kda_layers`", "[0, 1, 2, 4"]);
-    check_refused(put("greedy_ids", Tensor::i32([], vec![1])), &["`greedy_ids`", "[]"]);
-    check_refused(
-        put("input_ids", Tensor::i32([5000], vec![1; 5000])),
-        &["5000 prompt tokens", "context of 4096"],
-    );
-    check_refused(
-        |t| {
-            t.remove("input_ids");
-        },
-        &["no prompt", "input_ids"],
-    );
-}
-
-#[test]
-fn files_that_are_no_expectations() {
-    let (dir, empty) = (temporary(), temporary());
-    let file = |name: &str, bytes: &[u8]| {
-        let path = dir.path().join(name);
-        fs::write(&path, bytes).unwrap();
-        path
-    };
-    let cases = [
-        (dir.path().join("absent.safetensors"), "no such file"),
-        (file("short.safetensors", &[1, 2, 3]), "short.safetensors"),
-        (file("long.safetensors", &[0xff; 64]), "long.safetensors"),
-        (file("broken.json", b"{"), "is not JSON"),
-        (file("wrong.json", b"{\"prompt\": [1, \"2\"]}"), "`prompt`"),
-        (file("other.txt", b""), "other.txt"),
-        // The first of its files.
-        (dir.path().to_owned(), "long.safetensors"),
-        (empty.path().to_owned(), "holds neither"),
-    ];
-    for (path, part) in cases {
-        let error = refusal(&on(fixture("tiny-k3"), Some(&path)));
-        assert!(error.contains(part), "`{part}` is not in: {error}");
-    }
-}
-
-#[test]
-fn a_cut_shard_is_named() {
-    let dir = copy("tiny-k31", &[]);
-    let shard = dir.path().join("model-00002-of-000003.safetensors");
-    let bytes = fs::read(&shard).unwrap();
-    fs::write(&shard, &bytes[..bytes.len() - 4096]).unwrap();
-    let error = refusal(&on(dir.path(), None));
-    assert!(error.contains("model-00002-of-000003.safetensors"), "{error}");
-    assert!(error.contains(&(bytes.len() - 4096).to_string()), "{error}");
-}
-
 /// One fixture that cannot be opened, and one that is absent, are failed checks beside the good one.
 #[test]
 fn one_fixture_does_not_stop_the_others() {
@@ -542,30 +372,6 @@ fn other_names_of_the_indexer() {
     assert!(error.contains("self_attn.no_such.weight"), "{error}");
     let error = refusal(&with(&dir.path().join("absent.json")));
     assert!(error.contains("--indexer-names") && error.contains("absent.json"), "{error}");
-}
-
-#[test]
-fn arguments_that_cannot_be_honoured() {
-    let model = || fixture("tiny-k3");
-    let bare = copy("tiny-k3", &["expected.safetensors", "expected.json", "trace.safetensors"]);
-    let cases = [
-        (Args { chunk: Some(0), ..on(model(), None) }, "--chunk 0"),
-        (Args { tokens: Some(0), ..on(model(), None) }, "--tokens 0"),
-        (Args { tokens: Some(4), ..on(model(), None) }, "the prompt comes from"),
-        (
-            Args { tokens: Some(100_000_000_000), ..on(bare.path(), None) },
-            "--tokens 100000000000 does not fit the model's context of 4096",
-        ),
-        (Args { tokens: Some(4097), ..on(bare.path(), None) }, "--tokens 4097"),
-        (Args { threads: 1025, ..on(model(), None) }, "1025 threads"),
-        (Args { open: first(14), ..on(model(), None) }, "14 layers asked for"),
-        (Args { open: first(1), ..Args::default() }, "--model DIR"),
-        (on("/no/such/checkpoint", None), "/no/such/checkpoint"),
-    ];
-    for (args, part) in cases {
-        let error = refusal(&args);
-        assert!(error.contains(part), "`{part}` is not in: {error}");
-    }
 }
 
 /// Runs the program: whether it says success, and what it printed to stdout and stderr.
