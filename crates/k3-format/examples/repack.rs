@@ -12,7 +12,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Err("the snapshot folder and the one to be made are needed".into());
     };
     let outcome = repack(source.as_ref(), target.as_ref())?;
-    println!("{} shards of {} bytes", outcome.written.len(), outcome.bytes_written);
+    println!("\n{} shards, {} bytes", outcome.written.len(), outcome.bytes_written);
     Ok(())
 }
 
@@ -23,7 +23,7 @@ pub(crate) fn repack(source: &Path, target: &Path) -> Result<Outcome, Box<dyn Er
     let mut options = RunOptions::default();
     options.verify = VerifyMode::Full;
     let outcome = repack.run(target, &options, &mut |progress| {
-        eprintln!("{:?}: {} of {} bytes", progress.phase, progress.bytes_done, progress.bytes_total);
+        eprint!("\r{:?}: {} of {} bytes", progress.phase, progress.bytes_done, progress.bytes_total);
     })?;
     Ok(outcome)
 }
