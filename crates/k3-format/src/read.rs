@@ -5,6 +5,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use bytes::Bytes;
+#[cfg(target_os = "linux")]
+use memmap2::Advice;
 use memmap2::MmapMut;
 
 // Offsets and lengths of a checkpoint exceed 32 bits; they are cast to usize after they were checked.
@@ -76,7 +78,11 @@ impl Buffer {
         if len >= Self::LARGE {
             // A vector has at most this size; beyond it pointers cannot be subtracted.
             isize::try_from(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
-            return MmapMut::map_anon(len).map(Self::Large);
+            let pages = MmapMut::map_anon(len)?;
+            // Fewer and larger ones, where the kernel has them to give.
+            #[cfg(target_os = "linux")]
+            let _ = pages.advise(Advice::HugePage);
+            return Ok(Self::Large(pages));
         }
         let mut vec = Vec::new();
         vec.try_reserve_exact(len + ALIGN - 1)?;

@@ -18,8 +18,8 @@
 //!
 //! # Speed
 //!
-//! Few rows of activations: weights go from their stored form to registers, four rows at a time so that their chains
-//! overlap, and the lines of the next four are asked for. Many: 512 columns of 32 weight rows are decoded to the
+//! Few rows of activations: weights go from their stored form to registers, several rows at a time so that their chains
+//! overlap, and lines of rows further on are asked for. Many: 512 columns of 32 weight rows are decoded to the
 //! second-level cache, and tiles of sums that fill the registers are taken from there. Both follow the same chains.
 
 #![allow(clippy::inline_always, reason = "the bodies must be compiled inside each target-feature wrapper")]

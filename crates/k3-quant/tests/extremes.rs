@@ -29,7 +29,7 @@ fn ends_of_e8m0() {
     for scale in [0u8, 1, 2, 15, 16, 17, 120, 247] {
         for mode in MODES {
             for cols in [32, 96, 160] {
-                let y = agreed(mode, &mxfp4(5, cols, 2, vec![scale; 5 * cols / 32]), &vec![1.0; cols]);
+                let y = agreed(mode, &mxfp4(9, cols, 2, vec![scale; 9 * cols / 32]), &vec![1.0; cols]);
                 let expected = cols as f64 * 2f64.powi(i32::from(scale) - 127);
                 for y in y {
                     let error = (f64::from(y) - expected).abs();
@@ -50,7 +50,7 @@ fn ends_of_e8m0() {
 fn weights_that_f32_does_not_hold() {
     for (scale, x) in [(254u8, 1e-30f32), (253, -1e-20), (254, 1e-3)] {
         for mode in MODES {
-            let w = mxfp4(3, 64, 7, vec![scale; 6]);
+            let w = mxfp4(9, 64, 7, vec![scale; 18]);
             for y in agreed(mode, &w, &[x; 64]) {
                 let expected = 64.0 * 6.0 * 2f64.powi(i32::from(scale) - 127) * f64::from(x);
                 let close = (f64::from(y) / expected - 1.0).abs() < 1e-6;
@@ -71,11 +71,11 @@ fn zero_blocks() {
         for scale in [0u8, 127, 254] {
             for x in [0.0f32, -0.0, 1.0, 1e30, f32::MAX] {
                 for mode in MODES {
-                    let y = agreed(mode, &mxfp4(5, 160, code, vec![scale; 25]), &[x; 160]);
+                    let y = agreed(mode, &mxfp4(9, 160, code, vec![scale; 45]), &[x; 160]);
                     assert!(y.iter().all(|y| *y == 0.0), "{mode}, {code}, scale byte {scale}, {x}: {y:?}");
-                    let codes = vec![code * 0x11; 5 * 80];
+                    let codes = vec![code * 0x11; 9 * 80];
                     let global = GlobalScale::Factor(ScaleFactor(1.0));
-                    let w = Matrix::nvfp4(5, 160, codes.into(), vec![0x7e; 50].into(), global).unwrap();
+                    let w = Matrix::nvfp4(9, 160, codes.into(), vec![0x7e; 90].into(), global).unwrap();
                     assert!(agreed(mode, &w, &[x; 160]).iter().all(|y| *y == 0.0), "{mode}, NVFP4, {x}");
                 }
             }
@@ -90,16 +90,17 @@ fn all_scales_of_nvfp4() {
     let rng = &mut Lcg(4);
     let cols = 16 * scale.len();
     let global = GlobalScale::Factor(ScaleFactor(1.0));
-    let w = Matrix::nvfp4(1, cols, rng.bytes(cols / 2).into(), scale.into(), global).unwrap();
+    let w = Matrix::nvfp4(8, cols, rng.bytes(8 * cols / 2).into(), scale.repeat(8).into(), global).unwrap();
     for c in 0..cols / 32 {
         // One group of activations at a time, of integers that no mode rounds.
         let mut x = vec![0.0; cols];
         x[32 * c..32 * (c + 1)].iter_mut().enumerate().for_each(|(i, x)| *x = i as f32 - 16.0);
         x[32 * c] = 127.0;
         let x64: Vec<f64> = x.iter().map(|x| f64::from(*x)).collect();
-        let expected = in_f64(&w, 1, &x64).0[0];
+        let expected = in_f64(&w, 1, &x64).0;
         for mode in MODES {
-            assert_eq!(f64::from(agreed(mode, &w, &x)[0]), expected, "{mode}, columns from {}", 32 * c);
+            let y: Vec<f64> = agreed(mode, &w, &x).into_iter().map(f64::from).collect();
+            assert_eq!(y, expected, "{mode}, columns from {}", 32 * c);
         }
     }
 }
@@ -110,7 +111,7 @@ fn activations_of_all_magnitudes() {
     for format in FORMATS {
         for cols in [64, 192, 576] {
             let rng = &mut Lcg(cols as u64);
-            let w = matrix(format, 6, cols, rng);
+            let w = matrix(format, 9, cols, rng);
             for exponent in [-149, -130, -120, -60, 0, 60, 100] {
                 let x: Vec<f32> =
                     (0..cols).map(|_| (f64::from(rng.unit()) * 2f64.powi(exponent)) as f32).collect();
@@ -141,7 +142,7 @@ fn activations_of_all_magnitudes() {
 #[test]
 fn arbitrary_bytes() {
     let rng = &mut Lcg(9);
-    for (rows, cols) in [(6, 64), (5, 192), (9, 576)] {
+    for (rows, cols) in [(9, 64), (16, 192), (17, 576)] {
         for _ in 0..20 {
             let global = GlobalScale::Factor(ScaleFactor(0.3));
             let (packed, e8m0, e4m3) =
@@ -172,8 +173,8 @@ fn arbitrary_bytes() {
 /// INT8 codes of -128, which have no positive counterpart, against activations of both signs.
 #[test]
 fn lowest_codes_of_int8() {
-    let scale = Scales::F32(1.0f32.to_le_bytes().repeat(3).into());
-    let w = Matrix::int8(3, 100, vec![0x80; 300].into(), scale).unwrap();
+    let scale = Scales::F32(1.0f32.to_le_bytes().repeat(9).into());
+    let w = Matrix::int8(9, 100, vec![0x80; 900].into(), scale).unwrap();
     for x in [127.0, -127.0] {
         for mode in MODES {
             for y in agreed(mode, &w, &[x; 100]) {
@@ -188,7 +189,7 @@ fn lowest_codes_of_int8() {
 fn non_finite_activations() {
     for format in FORMATS {
         let rng = &mut Lcg(5);
-        let w = matrix(format, 7, 192, rng);
+        let w = matrix(format, 8, 192, rng);
         for (n, bad) in [(3, 1), (7, 6), (12, 0)] {
             for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 for mode in MODES {
@@ -197,9 +198,9 @@ fn non_finite_activations() {
                         let mut x = good.clone();
                         x[bad * 192 + 77] = value;
                         let (y, good) =
-                            (product(set, mode, &w, 0..7, n, &x), product(set, mode, &w, 0..7, n, &good));
+                            (product(set, mode, &w, 0..8, n, &x), product(set, mode, &w, 0..8, n, &good));
                         for i in 0..n {
-                            let (y, good) = (&y[i * 7..][..7], &good[i * 7..][..7]);
+                            let (y, good) = (&y[i * 8..][..8], &good[i * 8..][..8]);
                             if i == bad {
                                 assert!(y.iter().all(|y| !y.is_finite()), "{set:?}, {mode}, {format}: {y:?}");
                             } else {
@@ -221,20 +222,24 @@ fn a_nan_scale_is_seen() {
             let (last, others) = y.split_last().unwrap();
             assert!(last.is_nan() && others.iter().all(|y| y.is_finite()), "{mode}, {w:?}: {y:?}");
         };
-        let mut scale = vec![127; 5];
-        scale[4] = 255;
-        seen(&mxfp4(5, 32, 0, scale));
-        let mut scale = vec![0x38; 5];
-        scale[4] = 0x7f;
+        let mut scale = vec![127; 8];
+        scale[7] = 255;
+        seen(&mxfp4(8, 32, 0, scale));
+        let mut scale = vec![0x38; 8];
+        scale[7] = 0x7f;
         let g = GlobalScale::Factor(ScaleFactor(1.0));
-        seen(&Matrix::nvfp4(5, 16, vec![0; 40].into(), scale.clone().into(), g).unwrap());
-        scale[4] = 0xff;
-        seen(&Matrix::nvfp4(5, 16, vec![0; 40].into(), scale.into(), g).unwrap());
-        let nan: Vec<u8> = [1.0, f32::NAN].iter().flat_map(|s: &f32| s.to_le_bytes()).collect();
-        seen(&Matrix::int8(2, 3, vec![0; 6].into(), Scales::F32(nan.clone().into())).unwrap());
-        seen(&Matrix::int4(2, 64, vec![0x88; 64].into(), Scales::F32(nan.into())).unwrap());
-        let nan: Vec<u8> = [bf16::ONE, bf16::NAN].iter().flat_map(|s| s.to_le_bytes()).collect();
-        seen(&Matrix::int4(2, 64, vec![0x88; 64].into(), Scales::Bf16(nan.into())).unwrap());
+        seen(&Matrix::nvfp4(8, 16, vec![0; 64].into(), scale.clone().into(), g).unwrap());
+        scale[7] = 0xff;
+        seen(&Matrix::nvfp4(8, 16, vec![0; 64].into(), scale.into(), g).unwrap());
+        let mut scale = [1.0f32; 8];
+        scale[7] = f32::NAN;
+        let nan: Vec<u8> = scale.iter().flat_map(|s| s.to_le_bytes()).collect();
+        seen(&Matrix::int8(8, 3, vec![0; 24].into(), Scales::F32(nan.clone().into())).unwrap());
+        seen(&Matrix::int4(8, 64, vec![0x88; 256].into(), Scales::F32(nan.into())).unwrap());
+        let mut scale = [bf16::ONE; 8];
+        scale[7] = bf16::NAN;
+        let nan: Vec<u8> = scale.iter().flat_map(|s| s.to_le_bytes()).collect();
+        seen(&Matrix::int4(8, 64, vec![0x88; 256].into(), Scales::Bf16(nan.into())).unwrap());
     }
     // Formats without integers keep their weights' NaNs as well.
     let w = Matrix::bf16(1, 2, [bf16::NAN, bf16::ONE].map(bf16::to_le_bytes).concat().into()).unwrap();

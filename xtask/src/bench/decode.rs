@@ -96,7 +96,7 @@ pub(super) fn run(args: &Args, tokens: usize, busy: bool) -> Result<()> {
     // Before there is a buffer to read.
     let (peak, threads) = (peak_rss(), threads(args)?);
     // The rate of memory moves with what the neighbours of a virtual machine do: it is taken after every token.
-    let reader = Reader::new(threads);
+    let reader = Reader::new(threads)?;
     engine.model().device().take();
     let (mut seconds, mut rates) = (Vec::new(), Vec::new());
     for token in ids[..tokens].chunks(1) {

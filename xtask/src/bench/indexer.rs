@@ -61,7 +61,7 @@ pub(super) fn run(keys: usize, threads: usize) -> Result<()> {
         best_of = best_of.min(start.elapsed().as_secs_f64());
         ensure!(selection.rows[0] == selected, "two selections of the same scores differ");
     }
-    let limits = Limits::measure(device.threads());
+    let limits = Limits::measure(device.threads())?;
     let products = (keys * CONFIG.n_heads * CONFIG.head_dim) as f64;
     let (read, add) = (limits.reading(4.0 * (keys * CONFIG.head_dim) as f64), limits.adding(products));
     let mut out = std::io::stdout();

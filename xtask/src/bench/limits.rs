@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::Instant;
 
+use anyhow::{Context, Result};
 use k3_quant::cpu::probe;
+use memmap2::MmapMut;
 
 /// Bytes that are read: more than any cache holds.
 const BYTES: usize = 1 << 29;
@@ -27,10 +29,10 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    pub(super) fn measure(threads: usize) -> Self {
-        let reader = Reader::new(threads);
+    pub(super) fn measure(threads: usize) -> Result<Self> {
+        let reader = Reader::new(threads)?;
         let read = (0..TRIES).map(|_| reader.rate()).fold(0.0, f64::max);
-        Self { read, flops: flops(threads) }
+        Ok(Self { read, flops: flops(threads) })
     }
 
     /// Seconds that reading `bytes` takes at least.
@@ -46,15 +48,20 @@ impl Limits {
 
 /// Reads memory with some threads.
 pub(super) struct Reader {
-    bytes: Vec<u8>,
+    bytes: MmapMut,
     threads: usize,
     /// What was the fastest of [`AHEAD`].
     ahead: Option<usize>,
 }
 
 impl Reader {
-    pub(super) fn new(threads: usize) -> Self {
-        let mut reader = Self { bytes: (0..BYTES).map(|i| i as u8 | 1).collect(), threads, ahead: None };
+    pub(super) fn new(threads: usize) -> Result<Self> {
+        let mut bytes = MmapMut::map_anon(BYTES).context("allocating memory to read")?;
+        // The engine asks for the same.
+        #[cfg(target_os = "linux")]
+        let _ = bytes.advise(memmap2::Advice::HugePage);
+        bytes.iter_mut().enumerate().for_each(|(i, byte)| *byte = i as u8 | 1);
+        let mut reader = Self { bytes, threads, ahead: None };
         let mut best = 0.0;
         for ahead in AHEAD.into_iter().cycle().take(AHEAD.len() * TRIES) {
             let rate = reader.rate_with(ahead);
@@ -62,7 +69,7 @@ impl Reader {
                 (reader.ahead, best) = (ahead, rate);
             }
         }
-        reader
+        Ok(reader)
     }
 
     /// Bytes a second, once through the memory.

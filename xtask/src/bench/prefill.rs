@@ -85,7 +85,7 @@ pub(super) fn run(args: &Args, tokens: &[usize]) -> Result<()> {
     drop(engine);
     // Last: its buffer is no part of the peak.
     let threads = threads(args)?;
-    let limits = Limits::measure(threads);
+    let limits = Limits::measure(threads)?;
     let mut out = std::io::stdout();
     if args.json {
         let report = json!({

@@ -1,16 +1,21 @@
 //! Work shared among threads: fixed tiles, handed out as threads get free.
 //!
 //! The thread that calls works too and the helpers join as they wake: what a late one would have done, the others do. A
-//! call still ends only when every helper that it woke has run and found nothing left, so a core that another process
-//! holds delays it until the helper there had its turn, asleep and not spinning. Small work is not shared at all: waking
-//! a helper takes longer. None of that is seen in a result, since a tile is worked out in one piece wherever it is.
+//! call still ends only when every helper that it woke has run and found nothing left. It looks for that for about as long
+//! as a last tile takes, since going to sleep and being woken takes longer; then it sleeps, so that a core that another
+//! process holds delays it until the helper there had its turn, and no more. Small work is not shared at all: waking a
+//! helper takes longer. None of that is seen in a result, since a tile is worked out in one piece wherever it is.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::topology::default_threads;
 
 /// Nanoseconds of work below which a call stays on its own thread.
 const WORTH_SHARING: usize = 40_000;
+/// How long a thread without work looks out for the ends of others' last tiles before it sleeps.
+const PATIENCE: Duration = Duration::from_micros(20);
 
 /// The calling thread and its helpers.
 pub(super) struct Threads {
@@ -76,11 +81,19 @@ impl Threads {
         // More helpers than a share of the work is worth waking for have nothing to do but to wait for the lock.
         let useful = nanoseconds / (self.worth_sharing / 2).max(1);
         let wake = helpers.current_num_threads().min(useful.max(1));
+        let under_way = AtomicUsize::new(wake);
         helpers.in_place_scope(|scope| {
             for _ in 0..wake {
-                scope.spawn(|_| run());
+                scope.spawn(|_| {
+                    run();
+                    under_way.fetch_sub(1, Ordering::Release);
+                });
             }
             run();
+            let start = Instant::now();
+            while under_way.load(Ordering::Acquire) > 0 && start.elapsed() < PATIENCE {
+                std::hint::spin_loop();
+            }
         });
     }
 }

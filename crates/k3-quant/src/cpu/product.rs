@@ -11,8 +11,8 @@ use crate::{Matrix, Row, WeightFormat};
 const ROWS: usize = 32;
 /// Weight rows whose blocks are decoded together: they stay in the first-level cache.
 const PANEL: usize = 8;
-/// Weight rows that are taken together for few rows of activations.
-const FEW: usize = 4;
+/// Weight rows that [`Kernel::direct`] is called for.
+const FEW: usize = 8;
 /// Rows of activations that meet a decoded block.
 const TOKENS: usize = 96;
 
@@ -25,8 +25,8 @@ pub(super) trait Kernel {
     /// Rows of activations up to which weights go to registers from their stored form.
     const DIRECT: usize;
 
-    /// The unscaled products of `rows` with all of `x`, of which there are at most [`Self::DIRECT`] rows: `out` is
-    /// `[rows.len(), n]`. False if a row has scales that only [`Self::decode`] can read.
+    /// The unscaled products of 8 `rows` with all of `x`, of which there are at most [`Self::DIRECT`] rows: `out` is
+    /// `[8, n]`. False if a row has scales that only [`Self::decode`] can read.
     fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Self::X>, out: &mut [f32]) -> bool;
 
     /// Block `block` of a row.
@@ -54,7 +54,7 @@ pub(super) fn product<K: Kernel>(w: &Matrix, rows: Range<usize>, x: &Blocked<K::
     let group = if n <= K::DIRECT { FEW } else { ROWS };
     for (first, out) in rows.step_by(group).zip(out.chunks_mut(group * n)) {
         let rows = first..first + out.len() / n;
-        if n > K::DIRECT || !K::direct(w, rows.clone(), x, out) {
+        if n > K::DIRECT || rows.len() < FEW || !K::direct(w, rows.clone(), x, out) {
             for token in (0..n).step_by(TOKENS) {
                 buffers.product::<K>(w, rows.clone(), x, token..n.min(token + TOKENS), out);
             }

@@ -9,7 +9,7 @@ use super::plain::{folded_scale, fp8_value};
 use super::{DIRECT, GROUP, LANES, Pair, load, store, table, tree_sum};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
-use crate::cpu::prefetch::{SHORT_ROW, fetch, fetch_scales};
+use crate::cpu::prefetch::{SHORT_ROW, fetch, fetch_scales, rows_ahead};
 use crate::cpu::product::{FOLDED, Kernel, scaled_exact};
 use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Row, Scales, WeightFormat, int4_value};
 
@@ -289,19 +289,13 @@ fn direct<const T: usize, const N: usize>(
     x: &Blocked<Lanes>,
     out: &mut [f32],
 ) {
-    for (first, out) in rows.step_by(GROUP).zip(out.chunks_mut(GROUP * N)) {
-        fetch_scales(w, first + GROUP, GROUP);
-        if out.len() == GROUP * N {
-            with_steps!(w, first, GROUP, GROUP, |step, last, fetch| {
-                direct_rows::<GROUP, T, N>(w.cols(), x, step, last, fetch, out);
-            });
-        } else {
-            for (row, out) in (first..).zip(out.chunks_exact_mut(N)) {
-                with_steps!(w, row, 1, 1, |step, last, fetch| {
-                    direct_rows::<1, 1, N>(w.cols(), x, step, last, fetch, out);
-                });
-            }
-        }
+    debug_assert!(rows.len().is_multiple_of(GROUP));
+    let ahead = rows_ahead(w, GROUP);
+    for (first, out) in rows.step_by(GROUP).zip(out.chunks_exact_mut(GROUP * N)) {
+        fetch_scales(w, first + ahead, GROUP);
+        with_steps!(w, first, GROUP, ahead, |step, last, fetch| {
+            direct_rows::<GROUP, T, N>(w.cols(), x, step, last, fetch, out);
+        });
     }
 }
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::plain::{self, Codes, RAISED_E2M1, lowered_e8m0, scaled_ints};
 use super::{DIRECT, GROUP, Pair, load, store, table, tree_sum, two_scales};
 use crate::cpu::activations::{Blocked, Ints, Lanes, Unit};
-use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales};
+use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales, rows_ahead};
 use crate::cpu::product::Kernel;
 use crate::{E8M0, Matrix, MatrixData, Row, Scales, WeightFormat};
 
@@ -257,19 +257,13 @@ fn direct<const T: usize, const N: usize>(
     x: &Blocked<Ints>,
     out: &mut [f32],
 ) {
-    for (first, out) in rows.step_by(GROUP).zip(out.chunks_mut(GROUP * N)) {
-        fetch_scales(w, first + GROUP, GROUP);
-        if out.len() == GROUP * N {
-            with_halves!(w, first, GROUP, GROUP, |NARROW, whole, half, last, fetch| {
-                direct_rows::<GROUP, T, N, NARROW>(whole, x, half, last, fetch, out);
-            });
-        } else {
-            for (row, out) in (first..).zip(out.chunks_exact_mut(N)) {
-                with_halves!(w, row, 1, 1, |NARROW, whole, half, last, fetch| {
-                    direct_rows::<1, 1, N, NARROW>(whole, x, half, last, fetch, out);
-                });
-            }
-        }
+    debug_assert!(rows.len().is_multiple_of(GROUP));
+    let ahead = rows_ahead(w, GROUP);
+    for (first, out) in rows.step_by(GROUP).zip(out.chunks_exact_mut(GROUP * N)) {
+        fetch_scales(w, first + ahead, GROUP);
+        with_halves!(w, first, GROUP, ahead, |NARROW, whole, half, last, fetch| {
+            direct_rows::<GROUP, T, N, NARROW>(whole, x, half, last, fetch, out);
+        });
     }
 }
 

@@ -9,7 +9,7 @@ use super::plain::{folded_scale, fp8_value};
 use super::{DIRECT, LANES, load, load_array, store, sum, tree_sum, two_scales};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
-use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales};
+use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales, rows_ahead};
 use crate::cpu::product::{FOLDED, Kernel, scaled_exact};
 use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Row, Scales, WeightFormat, int4_value};
 
@@ -25,10 +25,9 @@ impl Kernel for Exact {
         // SAFETY: this type is named only where the features have been found.
         unsafe {
             match x.n {
-                // Blocks of columns overlap as rows do, and memory is read in its order.
-                1 if matches!(w.data(), MatrixData::Bf16(_)) && 2 * w.cols() <= MEDIUM_ROW => {
-                    direct::<1, 1>(w, rows, x, out);
-                }
+                // The row of activations leaves the first-level cache while weights pass through it: eight rows of
+                // weights, which have registers enough here, bring it back half as often as four.
+                1 if matches!(w.data(), MatrixData::Bf16(_)) => direct::<8, 1>(w, rows, x, out),
                 1 => direct::<4, 1>(w, rows, x, out),
                 2 => direct::<4, 2>(w, rows, x, out),
                 3 => direct::<4, 3>(w, rows, x, out),
@@ -56,9 +55,6 @@ impl Kernel for Exact {
 
 /// Steps after which lines of weights are asked for.
 const FETCH: usize = 4;
-
-/// Bytes of a row of BF16 up to which a row is taken after the other: measured to be faster with 4 KiB, and slower with 14.
-const MEDIUM_ROW: usize = 8192;
 
 /// The values of the 16 nibbles of INT4.
 static INTS: [f32; 16] = {
@@ -201,8 +197,8 @@ fn look_up(table: __m512, bytes: __m128i) -> [__m512; 2] {
     [_mm512_permutexvar_ps(bytes, table), _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table)]
 }
 
-/// Weights are used where they are decoded, `M` rows at a time: their chains of sums overlap, and share loads of
-/// activations.
+/// Weights are used where they are decoded, `M` rows at a time, of which `rows` has a multiple: their chains of sums
+/// overlap, and share loads of activations.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn direct<const M: usize, const N: usize>(
     w: &Matrix,
@@ -210,17 +206,13 @@ fn direct<const M: usize, const N: usize>(
     x: &Blocked<Lanes>,
     out: &mut [f32],
 ) {
-    for (first, out) in rows.step_by(M).zip(out.chunks_mut(M * N)) {
-        let count = out.len() / N;
-        fetch_scales(w, first + M, M);
-        if count == M {
-            // One row ahead comes too late.
-            with_steps!(w, first, M, M.max(2), |step, last, fetch| {
-                direct_rows::<M, N>(w.cols(), x, step, last, fetch, out);
-            });
-        } else {
-            direct::<1, N>(w, first..first + count, x, out);
-        }
+    debug_assert!(rows.len().is_multiple_of(M));
+    let ahead = rows_ahead(w, M);
+    for (first, out) in rows.step_by(M).zip(out.chunks_exact_mut(M * N)) {
+        fetch_scales(w, first + ahead, M);
+        with_steps!(w, first, M, ahead, |step, last, fetch| {
+            direct_rows::<M, N>(w.cols(), x, step, last, fetch, out);
+        });
     }
 }
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::plain::{self, Codes, E8M0_LOWERED, RAISED_E2M1, padded, scaled_ints};
 use super::{DIRECT, load, load_array, store, sum, tree_sum, two_scales};
 use crate::cpu::activations::{Blocked, Ints, Lanes, Unit};
-use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales};
+use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales, rows_ahead};
 use crate::cpu::product::Kernel;
 use crate::{Matrix, MatrixData, Row, Scales, WeightFormat};
 
@@ -27,7 +27,6 @@ impl Kernel for Int8 {
                 return false;
             }
             match x.n {
-                1 if w.cols() / 2 <= SHORT_ROW => direct::<2, 1>(w, rows, x, out),
                 1 => direct::<4, 1>(w, rows, x, out),
                 2 => direct::<4, 2>(w, rows, x, out),
                 3 => direct::<4, 3>(w, rows, x, out),
@@ -264,8 +263,8 @@ fn e4m3_lanes(scales: [u8; 8]) -> __m512 {
     _mm512_cvtph_ps(halves)
 }
 
-/// Weights are used where they are decoded, `M` rows at a time: their chains of sums overlap, and share loads of
-/// activations.
+/// Weights are used where they are decoded, `M` rows at a time, of which `rows` has a multiple: their chains of sums
+/// overlap, and share loads of activations.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn direct<const M: usize, const N: usize>(
     w: &Matrix,
@@ -273,16 +272,13 @@ fn direct<const M: usize, const N: usize>(
     x: &Blocked<Ints>,
     out: &mut [f32],
 ) {
-    for (first, out) in rows.step_by(M).zip(out.chunks_mut(M * N)) {
-        let count = out.len() / N;
-        fetch_scales(w, first + M, M);
-        if count == M {
-            with_blocks!(w, first, M, M, |PAIR, whole, block, last, fetch| {
-                direct_rows::<M, N, PAIR>(whole, x, block, last, fetch, out);
-            });
-        } else {
-            direct::<1, N>(w, first..first + count, x, out);
-        }
+    debug_assert!(rows.len().is_multiple_of(M));
+    let ahead = rows_ahead(w, M);
+    for (first, out) in rows.step_by(M).zip(out.chunks_exact_mut(M * N)) {
+        fetch_scales(w, first + ahead, M);
+        with_blocks!(w, first, M, ahead, |PAIR, whole, block, last, fetch| {
+            direct_rows::<M, N, PAIR>(whole, x, block, last, fetch, out);
+        });
     }
 }
 
