@@ -83,6 +83,9 @@ enum What {
         /// Keys in the context
         #[arg(long, default_value_t = 1_000_000)]
         keys: usize,
+        /// Tokens of a prompt that select at once, measured beside one of decode
+        #[arg(long, default_value_t = 64)]
+        rows: usize,
         /// Threads, the calling one included; 0 takes one a physical core
         #[arg(long, default_value_t = 0)]
         threads: usize,
@@ -117,7 +120,7 @@ pub fn run(args: &Args) -> Result<()> {
         What::Overlap(args) => overlap::run(args),
         What::Decode { args, tokens, busy } => decode::run(args, *tokens, *busy),
         What::Prefill { args, tokens } => prefill::run(args, tokens),
-        What::Indexer { keys, threads } => indexer::run(*keys, *threads),
+        What::Indexer { keys, rows, threads } => indexer::run(*keys, *rows, *threads),
         What::Repack(args) => repack::run(args),
         What::Store { model, reads_in_flight, budget_mb } => {
             store::run(model, *reads_in_flight, budget_mb.saturating_mul(1_000_000))

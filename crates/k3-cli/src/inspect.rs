@@ -111,7 +111,7 @@ fn describe(checkpoint: &Checkpoint) -> String {
         ),
     );
     let (fixed, growing) = state_bytes(c);
-    line("state", format!("{} a sequence, and {} a token (f32)", bytes(fixed), bytes(growing)));
+    line("state", format!("{} a sequence, and {} a token", bytes(fixed), bytes(growing)));
     let ids = |ids: &[u32]| match ids {
         [] => "none".to_owned(),
         ids => ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
@@ -195,7 +195,7 @@ mod tests {
         check(&[0, 1, 2, 4, 6, 7], "1-3 5 7-8");
     }
 
-    /// `docs/checkpoint.md` 7, with the caches in f32.
+    /// `docs/checkpoint.md` 7, with the caches in f32, and 140 bytes for each of 24 indexer keys in 8 bits.
     #[test]
     fn state_of_the_released_model() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/configs/kimi-k31.config.json");
@@ -203,6 +203,6 @@ mod tests {
         let file = k3_format::ConfigFile::check(&value, path.as_ref()).unwrap();
         let mut config = file.model;
         config.indexer = Some(k3_format::IndexerConfig { n_heads: 32, head_dim: 128, topk: 2048 });
-        assert_eq!(state_bytes(&config), (434_110_464 + 30_523_392, 2 * (27_648 + 6_144)));
+        assert_eq!(state_bytes(&config), (434_110_464 + 30_523_392, 2 * (27_648 + 6_144) + 24 * 140));
     }
 }

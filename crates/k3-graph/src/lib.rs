@@ -57,7 +57,9 @@ pub mod scalar;
 pub mod select;
 mod state;
 
-pub use cpu::{Cpu, MAX_THREADS};
+#[doc(hidden)]
+pub use cpu::IndexFilter;
+pub use cpu::{Cpu, MAX_THREADS, index_key_bytes};
 pub use device::{Device, DeviceError, Routing, Selected, Selection};
 pub use forward::{
     ForwardError, Logits, LogitsWanted, Lookahead, Place, Span, SpanError, SpanResult, TokenError,

@@ -65,24 +65,38 @@ pub fn select_keys<T: Score>(scores: &[T], k: usize) -> Option<Vec<u32>> {
     if k == 0 {
         return Some(Vec::new());
     }
-    let theta = kth_largest(scores, k);
+    Some(best(scores.iter().copied().zip(0..), kth_largest(scores, k), k))
+}
+
+/// What [`select_keys`] gives for more than `k` positions of which only `positions` can be among the best: ascending
+/// ones with their scores, at least `k`, of which there is at least 1.
+pub(crate) fn select_among<T: Score>(positions: &[u32], scores: &[T], k: usize) -> Option<Vec<u32>> {
+    if !scores.iter().all(|s| s.is_finite()) {
+        return None;
+    }
+    let scored = scores.iter().copied().zip(positions.iter().copied());
+    Some(best(scored, kth_largest(scores, k), k))
+}
+
+/// The best `k` of ascending positions, of which the k-th largest score is `theta`.
+fn best<T: Score>(scored: impl Iterator<Item = (T, u32)>, theta: T, k: usize) -> Vec<u32> {
     let mut selected = Vec::with_capacity(k);
     let mut equal = Vec::new();
-    for (i, s) in scores.iter().enumerate() {
-        if *s > theta {
-            selected.push(i as u32);
-        } else if *s == theta && equal.len() < k {
-            equal.push(i as u32);
+    for (score, at) in scored {
+        if score > theta {
+            selected.push(at);
+        } else if score == theta && equal.len() < k {
+            equal.push(at);
         }
     }
     equal.truncate(k - selected.len());
     selected.append(&mut equal);
-    Some(selected)
+    selected
 }
 
-/// The `k`-th largest, counting equal ones, of more than `k` finite scores, of which `k` is at least 1. In time
+/// The `k`-th largest, counting equal ones, of at least `k` finite scores, of which `k` is at least 1. In time
 /// proportional to their number: a count of leading bits leaves few to compare.
-fn kth_largest<T: Score>(scores: &[T], k: usize) -> T {
+pub(crate) fn kth_largest<T: Score>(scores: &[T], k: usize) -> T {
     let mut counts = vec![0_usize; BUCKETS];
     scores.iter().for_each(|s| counts[s.bucket()] += 1);
     // Scores above the bucket that has the k-th.

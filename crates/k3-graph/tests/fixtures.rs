@@ -10,8 +10,8 @@ use k3_experts::MappedStore;
 use k3_format::{Checkpoint, OpenOptions};
 use k3_graph::select::argmax;
 use k3_graph::{
-    Cpu, Device, LogitsWanted, Model, ModelOptions, Observer, Probe, Routing, Selected, Selection, Silent,
-    Span,
+    Cpu, Device, IndexFilter, LogitsWanted, Model, ModelOptions, Observer, Probe, Routing, Selected,
+    Selection, Silent, Span,
 };
 use safetensors::SafeTensors;
 
@@ -90,7 +90,17 @@ impl<D: Device> Loaded<D> {
         chunk: usize,
         observer: &mut dyn Observer,
     ) -> (Vec<f32>, k3_graph::SequenceState<D>) {
-        let mut state = self.model.new_state().unwrap();
+        self.go_on(self.model.new_state().unwrap(), prompt, chunk, observer)
+    }
+
+    /// The same from a state on.
+    fn go_on(
+        &self,
+        mut state: k3_graph::SequenceState<D>,
+        prompt: &[u32],
+        chunk: usize,
+        observer: &mut dyn Observer,
+    ) -> (Vec<f32>, k3_graph::SequenceState<D>) {
         let mut logits = Vec::new();
         for tokens in prompt.chunks(chunk) {
             let span = Span { state: &mut state, tokens, logits: LogitsWanted::All };
@@ -224,4 +234,25 @@ fn the_indexer_binds() {
     let fits = topk * vocab;
     assert_eq!(bits(&a[..fits]), bits(&b[..fits]));
     assert!(rel_l2(&b[fits..], &a[fits..]) > 1e-2, "without the indexer the logits must differ");
+}
+
+/// Scores in 8 bits first: the same bits, also when a state goes on that was exported half way.
+#[test]
+fn the_index_filter_changes_nothing() {
+    for name in ["tiny-k31", "dims-k31"] {
+        let prompt = Expected::read(name).tokens("input_ids");
+        let run = |filter| {
+            let device = Cpu::new(2).unwrap().with_index_filter(filter);
+            let loaded = load(name, device, &ModelOptions::default());
+            let half = prompt.len() / 2;
+            let (_, state) = loaded.prompt(&prompt[..half], half, &mut Silent);
+            let exported = state.export(loaded.model.device()).unwrap();
+            let state = loaded.model.import_state(&exported).unwrap();
+            let mut choices = Choices::default();
+            let (rest, state) = loaded.go_on(state, &prompt[half..], 7, &mut choices);
+            (bits(&rest), state.export(loaded.model.device()).unwrap(), choices.selection)
+        };
+        let plain = run(IndexFilter::Never);
+        assert!(run(IndexFilter::Always) == plain, "{name}");
+    }
 }

@@ -29,6 +29,7 @@ mod activations;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub mod index;
 mod plain;
 #[cfg(target_arch = "x86_64")]
 mod prefetch;

@@ -2,7 +2,7 @@
 
 use k3_quant::bf16;
 use k3_quant::cpu::InstructionSet;
-use k3_quant::cpu::vector::{DeltaToken, IndexHeads, KEY_LANES, VALUE_LANES, Vectors};
+use k3_quant::cpu::vector::{DeltaToken, IndexHeads, VALUE_LANES, Vectors};
 
 /// Numbers in -0.5..0.5.
 struct Random(u64);
@@ -260,34 +260,61 @@ fn bf16_values() {
     assert!(got.iter().zip(&x).all(|(got, x)| *got == x.to_f32() || got.is_nan() && x.is_nan()));
 }
 
+/// A score of the indexer in the order of operations that its documentation gives.
+fn index_score(q: &[f32], weights: &[f32], key: &[f32]) -> f32 {
+    let mut score = 0.0;
+    for (q, weight) in q.chunks_exact(key.len()).zip(weights) {
+        let mut dot = 0.0;
+        for (q, key) in q.chunks(32).zip(key.chunks(32)) {
+            dot += q.iter().zip(key).fold(0.0, |sum, (q, k)| sum + q * k);
+        }
+        score += weight * if dot < 0.0 { 0.0 } else { dot };
+    }
+    score
+}
+
 #[test]
 fn scores_of_an_indexer() {
-    for (heads, dim) in [(1, 1), (4, 32), (5, 33), (32, 128), (3, 70)] {
+    for (heads, dim) in [(1, 1), (4, 32), (5, 33), (32, 128), (3, 70), (16, 31), (17, 8), (33, 64), (64, 128)]
+    {
         let rng = &mut Random(dim as u64);
         let (q, weights) = (rng.values(heads * dim, 1.0), rng.values(heads, 1.0));
-        let blocks = 3;
-        let keys = rng.values(blocks * dim * KEY_LANES, 1.0);
+        let n = 23;
+        let keys = rng.values(n * dim, 1.0);
+        let index_heads = IndexHeads::new(dim, &q, &weights);
         let got = on_all_sets(|v| {
-            let mut out = vec![f32::NAN; blocks * KEY_LANES];
-            v.index_scores(IndexHeads { dim, q: &q, weights: &weights }, &keys, &mut out);
+            let mut out = vec![f32::NAN; n];
+            v.index_scores(&index_heads, &keys, &mut out);
             out
         });
-        let want: Vec<f64> = (0..blocks * KEY_LANES)
-            .map(|s| {
-                let at = |c: usize| s / KEY_LANES * dim * KEY_LANES + c * KEY_LANES + s % KEY_LANES;
-                let key: Vec<f32> = (0..dim).map(|c| keys[at(c)]).collect();
+        let exact: Vec<f32> = keys.chunks_exact(dim).map(|key| index_score(&q, &weights, key)).collect();
+        assert!(
+            got.iter().zip(&exact).all(|(got, want)| got.to_bits() == want.to_bits()),
+            "{heads} of {dim}"
+        );
+        let want: Vec<f64> = keys
+            .chunks_exact(dim)
+            .map(|key| {
                 let heads = q.chunks_exact(dim).zip(&weights);
-                heads.map(|(q, w)| f64::from(*w) * plain_dot(q, &key).max(0.0)).sum()
+                heads.map(|(q, w)| f64::from(*w) * plain_dot(q, key).max(0.0)).sum()
             })
             .collect();
         check(&got, &want, 1e-6);
+        let positions = [7, 0, 22, 22, 3, 11, 1];
+        let some = on_all_sets(|v| {
+            let mut out = vec![f32::NAN; positions.len()];
+            v.index_scores_at(&index_heads, &keys, &positions, &mut out);
+            out
+        });
+        assert!(some.iter().zip(positions).all(|(some, at)| some.to_bits() == got[at as usize].to_bits()));
     }
     // A NaN in a key is not taken for a score of 0, and only its own score is lost.
-    let (dim, mut keys) = (3, vec![0.5; 3 * KEY_LANES]);
-    keys[KEY_LANES + 7] = f32::NAN;
+    let (dim, mut keys) = (3, vec![0.5; 3 * 32]);
+    keys[3 * 7 + 1] = f32::NAN;
+    let heads = IndexHeads::new(dim, &[1.0; 3], &[1.0]);
     let got = on_all_sets(|v| {
-        let mut out = vec![0.0; KEY_LANES];
-        v.index_scores(IndexHeads { dim, q: &[1.0; 3], weights: &[1.0] }, &keys, &mut out);
+        let mut out = vec![0.0; 32];
+        v.index_scores(&heads, &keys, &mut out);
         out.iter().map(|x| if x.is_nan() { -1.0 } else { *x }).collect()
     });
     assert!(got.iter().enumerate().all(|(i, x)| *x == if i == 7 { -1.0 } else { 1.5 }));

@@ -3,7 +3,7 @@
 use k3_experts::plan::{ExpertSizes, Needs};
 use k3_experts::trace::Geometry;
 use k3_format::{AttentionKind, ModelConfig};
-use k3_graph::{LogitsWanted, working_bytes_per_token};
+use k3_graph::{LogitsWanted, index_key_bytes, working_bytes_per_token};
 
 use crate::EngineOptions;
 
@@ -12,10 +12,10 @@ pub fn state_bytes(config: &ModelConfig) -> (u64, u64) {
     let kda_layers = config.layers.iter().filter(|kind| **kind == AttentionKind::Kda).count();
     let p = config.kda.projection_size();
     let kda = p * config.kda.head_dim + 3 * (config.kda.short_conv_kernel_size - 1) * p;
-    let indexer = config.indexer.as_ref().map_or(0, |i| i.head_dim);
-    let mla = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim + indexer;
+    let indexer = config.indexer.as_ref().map_or(0, |i| index_key_bytes(i.head_dim));
+    let mla = 4 * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) + indexer;
     let full = config.num_hidden_layers() - kda_layers;
-    ((4 * kda_layers * kda) as u64, (4 * full * mla) as u64)
+    ((4 * kda_layers * kda) as u64, (full * mla) as u64)
 }
 
 /// Tokens that prefill computes at once at most under [`EngineOptions::activation_bytes`], on a device with

@@ -69,7 +69,7 @@ impl MlaState {
         vec![
             part("latent", self.latent.width(), self.latent.values().to_vec()),
             part("extra_key", self.extra.width(), self.extra.values().to_vec()),
-            part("index_key", self.index_keys.dim(), self.index_keys.to_rows()),
+            part("index_key", self.index_keys.dim(), self.index_keys.values().to_vec()),
         ]
     }
 
@@ -92,7 +92,7 @@ impl MlaState {
         state.latent.extend(&latent);
         state.extra.extend(&extra);
         for key in index_keys.chunks_exact(dim.max(1)) {
-            state.index_keys.push(key.iter().copied());
+            state.index_keys.push(key);
         }
         Ok(state)
     }

@@ -25,6 +25,7 @@ use crate::device::{
 };
 use crate::scalar::sigmoid;
 
+pub use index::{IndexFilter, index_key_bytes};
 use kda::KdaState;
 use mla::MlaState;
 use rows::Rows;
@@ -45,6 +46,7 @@ pub struct Cpu {
     threads: Threads,
     vectors: Vectors,
     mode: Mode,
+    index_filter: IndexFilter,
 }
 
 impl std::fmt::Debug for Cpu {
@@ -64,7 +66,12 @@ impl Cpu {
             return Err(failed(format!("{threads} threads asked for, at most {MAX_THREADS} are started")));
         }
         let threads = Threads::new(threads).map_err(|e| failed(e.to_string()))?;
-        Ok(Self { threads, vectors: Vectors::default(), mode: Mode::Exact })
+        Ok(Self {
+            threads,
+            vectors: Vectors::default(),
+            mode: Mode::Exact,
+            index_filter: IndexFilter::default(),
+        })
     }
 
     /// The device with another arithmetic of products: [`Mode::Int8`] rounds activations to 8-bit integers where weights
@@ -72,6 +79,14 @@ impl Cpu {
     #[must_use]
     pub fn with_mode(mut self, mode: Mode) -> Self {
         self.mode = mode;
+        self
+    }
+
+    /// For tests and measurements: which selections of the indexer go by scores in 8 bits first. It changes no result.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_index_filter(mut self, filter: IndexFilter) -> Self {
+        self.index_filter = filter;
         self
     }
 

@@ -5,6 +5,7 @@ mod support;
 
 mod agreement;
 mod closed_form;
+mod index_filter;
 mod routing;
 mod tables;
 mod vectors;

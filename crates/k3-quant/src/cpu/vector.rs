@@ -7,16 +7,17 @@
 //! one case in some thousands, where it is the neighbour.
 
 mod functions;
+mod indexer;
 mod lanes;
 mod products;
 
 use super::InstructionSet;
+pub(super) use indexer::DOT_BLOCK;
+pub use indexer::IndexHeads;
 #[cfg(target_arch = "x86_64")]
 use lanes::{Avx2, Avx512};
 use lanes::{Lanes, Portable};
 
-/// Keys that [`Vectors::index_scores`] takes side by side.
-pub const KEY_LANES: usize = 32;
 /// Value channels that [`Vectors::delta_rule`] works on.
 pub const VALUE_LANES: usize = 32;
 
@@ -39,6 +40,11 @@ impl Vectors {
         assert!(set <= InstructionSet::widest(), "this machine has no {set:?}");
         Self(set)
     }
+
+    /// The instruction set.
+    pub fn set(self) -> InstructionSet {
+        self.0
+    }
 }
 
 /// One token of one head for [`Vectors::delta_rule`]; `alpha`, `k` and `q` have one value a key channel.
@@ -54,17 +60,6 @@ pub struct DeltaToken<'a> {
     pub beta: f32,
     /// At most [`VALUE_LANES`] value channels.
     pub v: &'a [f32],
-}
-
-/// Queries of one row for [`Vectors::index_scores`].
-#[derive(Clone, Copy, Debug)]
-pub struct IndexHeads<'a> {
-    /// Width of a head.
-    pub dim: usize,
-    /// `[heads, dim]`
-    pub q: &'a [f32],
-    /// `[heads]`
-    pub weights: &'a [f32],
 }
 
 /// A method for each function of the same name in `body`, compiled for every instruction set.
@@ -132,13 +127,17 @@ vector_loops! {
     /// # Panics
     /// If the lengths differ.
     products::scale(x: &[f32], gain: &[f32], scale: f32, out: &mut [f32]);
-    /// `sum_h weights_h relu(q_h . key)` for keys that lie side by side: `keys` is `[blocks, dim, KEY_LANES]`, `out`
-    /// `[blocks, KEY_LANES]`. A dot is summed in order within 32 columns, those sums in order, and the heads in order. NaN stays
-    /// NaN.
+    /// `sum_h weights_h relu(q_h . key)` for `keys [out.len(), dim]`. A dot is summed in order within 32 columns, those sums
+    /// in order, and the heads in order. NaN stays NaN.
     ///
     /// # Panics
     /// If the lengths do not fit.
-    products::index_scores(heads: IndexHeads<'_>, keys: &[f32], out: &mut [f32]);
+    indexer::index_scores(heads: &IndexHeads, keys: &[f32], out: &mut [f32]);
+    /// The same for those of `keys [keys, dim]` that `positions` name, one for each of `out`.
+    ///
+    /// # Panics
+    /// If the lengths do not fit, or there is no such key.
+    indexer::index_scores_at(heads: &IndexHeads, keys: &[f32], positions: &[u32], out: &mut [f32]);
     /// One token of the delta rule on [`VALUE_LANES`] value channels of one head: `S = diag(alpha) S`,
     /// `u = beta (v - S^T k)`, `S += k u^T`, `out = S^T q`. `state` is `[key channels, VALUE_LANES]`; lanes beyond `v` stay
     /// as zero as they are.

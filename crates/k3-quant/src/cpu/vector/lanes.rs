@@ -5,6 +5,8 @@ use crate::cpu::LANES;
 /// What the small products are written in. Every operation is that of IEEE 754 on each lane.
 pub(super) trait Lanes {
     type Lanes: Copy;
+    /// Whether some two dozen of these fit the registers.
+    const MANY: bool = false;
     fn splat(x: f32) -> Self::Lanes;
     fn load(x: &[f32; LANES]) -> Self::Lanes;
     fn store(x: Self::Lanes, out: &mut [f32; LANES]);
@@ -106,6 +108,7 @@ mod x86 {
 
     impl Lanes for Avx512 {
         type Lanes = __m512;
+        const MANY: bool = true;
         #[inline(always)]
         fn splat(x: f32) -> __m512 {
             // SAFETY: AVX-512 F has been found, see the module.

@@ -1,13 +1,8 @@
 //! Small products among activations, and sums of fixed shape.
 
-use super::{DeltaToken, IndexHeads, KEY_LANES, Lanes, VALUE_LANES};
+use super::{DeltaToken, Lanes, VALUE_LANES};
 use crate::cpu::LANES;
 use crate::cpu::tree::tree_sum;
-
-/// Columns of an indexer's dot that are summed before they join the total.
-const DOT_BLOCK: usize = 32;
-/// Heads whose dots with a block of keys are worked out together.
-const HEADS: usize = 4;
 
 /// `x` and zeros behind it.
 #[inline(always)]
@@ -222,69 +217,6 @@ pub(super) fn square_sum<L: Lanes>(x: &[f32]) -> f64 {
 pub(super) fn scale<L: Lanes>(x: &[f32], gain: &[f32], scale: f32, out: &mut [f32]) {
     assert!(x.len() == gain.len() && x.len() == out.len());
     out.iter_mut().zip(x.iter().zip(gain)).for_each(|(out, (x, gain))| *out = gain * (x * scale));
-}
-
-#[inline(always)]
-pub(super) fn index_scores<L: Lanes>(heads: IndexHeads<'_>, keys: &[f32], out: &mut [f32]) {
-    let IndexHeads { dim, q, weights } = heads;
-    assert_eq!(q.len(), weights.len() * dim);
-    assert!(out.len().is_multiple_of(KEY_LANES) && keys.len() == out.len() * dim);
-    out.fill(0.0);
-    if dim == 0 {
-        return;
-    }
-    for (out, keys) in out.chunks_exact_mut(KEY_LANES).zip(keys.chunks_exact(dim * KEY_LANES)) {
-        let (out, _) = out.as_chunks_mut::<LANES>();
-        let (keys, _) = keys.as_chunks::<KEY_LANES>();
-        let (weights, last_weights) = weights.as_chunks::<HEADS>();
-        let (q, last_q) = q.split_at(weights.len() * HEADS * dim);
-        for (weights, q) in weights.iter().zip(q.chunks_exact(HEADS * dim)) {
-            let q = [0, 1, 2, 3].map(|h| &q[h * dim..(h + 1) * dim]);
-            add_relu_dots::<L, HEADS>(q, *weights, keys, out);
-        }
-        for (weight, q) in last_weights.iter().zip(last_q.chunks_exact(dim)) {
-            add_relu_dots::<L, 1>([q], [*weight], keys, out);
-        }
-    }
-}
-
-#[inline(always)]
-fn add_relu_dots<L: Lanes, const H: usize>(
-    q: [&[f32]; H],
-    weights: [f32; H],
-    keys: &[[f32; KEY_LANES]],
-    out: &mut [[f32; LANES]],
-) {
-    const WIDTH: usize = KEY_LANES / LANES;
-    let mut dots = [[L::splat(0.0); WIDTH]; H];
-    for (block, keys) in keys.chunks(DOT_BLOCK).enumerate() {
-        let q = q.map(|q| &q[block * DOT_BLOCK..][..keys.len()]);
-        let mut sums = [[L::splat(0.0); WIDTH]; H];
-        for (c, key) in keys.iter().enumerate() {
-            let (key, _) = key.as_chunks::<LANES>();
-            for h in 0..H {
-                let q = L::splat(q[h][c]);
-                for j in 0..WIDTH {
-                    sums[h][j] = L::add_product(sums[h][j], q, L::load(&key[j]));
-                }
-            }
-        }
-        for h in 0..H {
-            for j in 0..WIDTH {
-                dots[h][j] = L::add(dots[h][j], sums[h][j]);
-            }
-        }
-    }
-    for (j, out) in out.iter_mut().enumerate() {
-        for h in 0..H {
-            let mut dot = [0.0; LANES];
-            L::store(dots[h][j], &mut dot);
-            for (out, dot) in out.iter_mut().zip(dot) {
-                // Not `max`: it would turn a NaN into 0 and hide it.
-                *out += weights[h] * if dot < 0.0 { 0.0 } else { dot };
-            }
-        }
-    }
 }
 
 #[inline(always)]
