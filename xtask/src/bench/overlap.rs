@@ -59,7 +59,7 @@ pub(super) struct Args {
     #[arg(long)]
     published_guesses: bool,
     /// Experts read on a guess that may be in memory at once: both together is measured with each of these; 0: no guesses
-    #[arg(long, value_delimiter = ',', default_value = "0,12")]
+    #[arg(long, value_delimiter = ',', default_value = "0,6")]
     guesses: Vec<usize>,
     /// Times that the prompt is measured; the median counts
     #[arg(long, default_value_t = 1)]
