@@ -95,10 +95,10 @@ enum What {
     /// Once with the source in the page cache and once without. A repack ends with its bytes on the disk and `cp` does
     /// not, so `cp` is also timed with a sync.
     Repack(repack::Args),
-    /// Bytes per second that the expert store reads past the page cache
+    /// Bytes per second that the expert stores give: read past the page cache, and mapped from it
     ///
-    /// The limit is as many threads that read experts of the same shards, whole or in pieces of 4 MiB, and do nothing
-    /// else. A tree for it, 17 GB:
+    /// The limit of the first is as many threads that read experts of the same shards, whole or in pieces of 4 MiB, and do
+    /// nothing else; that of the second is what as many threads read from memory. A tree for it, 17 GB:
     /// `cargo xtask synth --geometry k31 --layers 4 --experts 112 DIR`.
     Store {
         /// A snapshot with experts of the released size

@@ -1,5 +1,7 @@
 //! The simplest backend: experts are slices of mapped shards, and the page cache decides what stays.
 
+mod hints;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,20 +12,24 @@ use crate::{
     Retirement,
 };
 
+use hints::{Hints, major_faults};
+
 /// Experts that are read ahead of the one handed over. A drive is busy with 4 to 8 of them in flight.
 pub const READ_AHEAD: usize = 8;
 
 /// Hands out experts as slices of the mapped shards, without a copy.
 ///
 /// The kernel is told of the next [`READ_AHEAD`] experts of a request, so that it reads ahead of the arithmetic and not
-/// ahead of the memory: a prefill chunk can ask for a whole layer, which is more than many machines have. Which experts
-/// were in the page cache the kernel does not say: [`Counters::hits`] and [`Counters::misses`] stay 0.
+/// ahead of the memory: a prefill chunk can ask for a whole layer, which is more than many machines have. It is not told
+/// again of what it was told before while memory keeps everything. Which experts were in the page cache the kernel does
+/// not say: [`Counters::hits`] and [`Counters::misses`] stay 0.
 #[derive(Debug)]
 pub struct MappedStore {
     checkpoint: Arc<Checkpoint>,
     requested: AtomicU64,
     bytes: AtomicU64,
     retirement: Mutex<Retirement<Expert>>,
+    hints: Hints,
 }
 
 impl MappedStore {
@@ -34,6 +40,7 @@ impl MappedStore {
             requested: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             retirement: Mutex::default(),
+            hints: Hints::new(major_faults),
         }
     }
 
@@ -61,12 +68,16 @@ impl ExpertStore for MappedStore {
         let ids = request.experts.to_vec();
         self.requested.fetch_add(ids.len() as u64, Ordering::Relaxed);
         let layer = request.layer;
-        for &id in ids.iter().take(READ_AHEAD) {
-            self.checkpoint.will_need_expert(layer, id);
-        }
+        let hinted = self.hints.of(layer, &ids);
+        let hint = move |id, is_hinted| {
+            if is_hinted {
+                self.checkpoint.will_need_expert(layer, id);
+            }
+        };
+        ids.iter().zip(&hinted).take(READ_AHEAD).for_each(|(&id, &is_hinted)| hint(id, is_hinted));
         Box::new(Ready((0..ids.len()).map(move |i| {
             if let Some(&ahead) = ids.get(i + READ_AHEAD) {
-                self.checkpoint.will_need_expert(layer, ahead);
+                hint(ahead, hinted[i + READ_AHEAD]);
             }
             self.expert(layer, ids[i])
         })))

@@ -323,6 +323,15 @@ fn a_guess_waits_for_a_buffer_that_nobody_needs() {
     assert_eq!(counters.bytes_guessed, counters.guesses * checkpoint.experts().layout().len as u64);
 }
 
+/// Waits until all that was begun has been read: what has not begun when its layer passes is not read at all.
+fn until_read(store: &SlabStore) {
+    let read = || store.drives().iter().map(|drive| drive.bytes).sum::<u64>();
+    let begun = store.counters();
+    while read() < begun.bytes_demanded + begun.bytes_guessed {
+        std::thread::yield_now();
+    }
+}
+
 /// In prefill every guess is dropped, and a pass has only so many bytes for them.
 #[test]
 fn guesses_end_with_prefill_and_with_their_bytes() {
@@ -333,12 +342,14 @@ fn guesses_end_with_prefill_and_with_their_bytes() {
     let store = with_buffers(&checkpoint, &reader, 60, SlabOptions { guess_bytes, ..Default::default() });
     store.prefetch(4, &[1, 2, 3]);
     assert_eq!(store.counters().guesses, 2);
+    until_read(&store);
     let request = ExpertRequest { phase: Phase::Prefill, ..request(3, &[0]) };
     assert_eq!(store.fetch(request).count(), 1);
     assert_eq!(store.counters().bytes_wasted, 2 * len);
     let guess = |asked: usize, guessed: usize| {
         assert_eq!(ids(&store, asked, &[0]), [0]);
         store.prefetch(guessed, &[1, 2, 3]);
+        until_read(&store);
         store.counters().guesses
     };
     // A pass that begins has its bytes, and none are left later in it.
@@ -355,6 +366,7 @@ fn a_store_whose_guesses_fail_wants_no_more() {
     while store.wants_guesses() {
         for layer in 1..13 {
             store.prefetch(layer, &[8, 9, 10, 11]);
+            until_read(&store);
             assert_eq!(ids(&store, layer, &[0]).len(), 1);
         }
         passes += 1;

@@ -72,6 +72,11 @@ impl Reader {
         Ok(reader)
     }
 
+    /// How far ahead of its loads the fastest way to read asks for lines.
+    pub(super) fn ahead(&self) -> Option<usize> {
+        self.ahead
+    }
+
     /// Bytes a second, once through the memory.
     pub(super) fn rate(&self) -> f64 {
         self.rate_with(self.ahead)

@@ -1,10 +1,13 @@
 //! How much of reading is hidden behind arithmetic, or of arithmetic behind reading.
 
+mod report;
 mod timed;
 
-use std::io::Write as _;
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
@@ -16,6 +19,7 @@ use k3_experts::{Choices, ExpertId, ExpertRequest, ExpertStore, Phase, SlabOptio
 use k3_format::{Checkpoint, LoadMode, OpenOptions};
 use k3_graph::{Cpu, LogitsWanted, Lookahead, Model, ModelOptions, SequenceState, Silent, Span};
 
+use report::{Round, alone, together};
 use timed::{Asked, Timed, Visit};
 
 #[derive(Clone, Debug, clap::Args)]
@@ -29,6 +33,9 @@ pub(super) struct Args {
     /// Of these, tokens that each part takes before the next part does
     #[arg(long, default_value_t = 2)]
     round: usize,
+    /// Milliseconds of rest before each part: a drive may give more for a short time than it can keep up
+    #[arg(long, default_value_t = 800)]
+    rest: u64,
     /// Tokens before them, whose experts fill the slots
     #[arg(long, default_value_t = 8)]
     warm: usize,
@@ -51,9 +58,9 @@ pub(super) struct Args {
     /// routers of a synthetic tree are random, and their guesses worth nothing
     #[arg(long)]
     published_guesses: bool,
-    /// Experts read on a guess that may be in memory at once; without a value as usual
-    #[arg(long)]
-    guesses: Option<usize>,
+    /// Experts read on a guess that may be in memory at once: both together is measured with each of these; 0: no guesses
+    #[arg(long, value_delimiter = ',', default_value = "0,6")]
+    guesses: Vec<usize>,
     /// Times that the prompt is measured; the median counts
     #[arg(long, default_value_t = 1)]
     repeat: usize,
@@ -73,13 +80,18 @@ struct Bench {
     checkpoint: Arc<Checkpoint>,
     reader: Arc<dyn Reader>,
     reads_in_flight: usize,
-    guesses: Option<usize>,
 }
 
 /// Runs the command.
 pub(super) fn run(args: &Args) -> Result<()> {
     let mut out = std::io::stdout();
     ensure!(args.tokens > 0 && args.round > 0 && args.repeat > 0, "nothing is to be timed");
+    ensure!(
+        args.tokens.is_multiple_of(args.round),
+        "rounds of {} tokens are no part of {}",
+        args.round,
+        args.tokens
+    );
     let mut open = OpenOptions::default();
     // What is not touched need not fit into memory: most of the embedding.
     open.load = LoadMode::Map;
@@ -101,7 +113,6 @@ pub(super) fn run(args: &Args) -> Result<()> {
         model: Model::load(device, config, &*checkpoint, &options, &mut |_, _| {})?,
         reader: Arc::new(Direct::new(checkpoint.clone())?),
         reads_in_flight: args.reads_in_flight,
-        guesses: args.guesses,
         checkpoint,
     };
     let Geometry { layers, experts, per_token } = geometry;
@@ -111,80 +122,104 @@ pub(super) fn run(args: &Args) -> Result<()> {
         args.reads_in_flight, args.lookahead
     )?;
     let resident = bench.store(layers * experts)?;
-    let vocab = bench.model.config().vocab_size as u64;
-    let ids =
-        |n: usize| -> Vec<u32> { (0..n as u64).map(|i| (i * 7919 + 13) as u32 % vocab as u32).collect() };
     if !args.hit_rates.is_empty() {
-        // Everything comes into memory, and the choices are written down.
-        let ids = ids(args.warm + args.tokens);
-        let (warm, timed) = ids.split_at(args.warm);
-        let tape = Timed::new(&resident, None);
-        let mut state = bench.model.new_state()?;
-        bench.decode(&tape, &mut state, warm)?;
-        let (warm, after_warm) = (tape.take().0, state.try_clone(bench.model.device())?);
-        bench.decode(&tape, &mut state, timed)?;
-        let requests = tape.take().0;
-        let trace = trace(geometry, warm.iter().chain(&requests))?;
-        for &wanted in &args.hit_rates {
-            let slots = slots_for(&trace, args.warm, wanted);
-            let stores = [bench.store(slots)?, bench.store(slots)?];
-            // The same experts are in the slots of both when the clock starts.
-            for store in &stores {
-                replay(&Timed::new(store, None), &warm)?;
-            }
-            let decode = Decode { bench: &bench, state: &after_warm, ids: timed, requests: &requests };
-            let future = args.published_guesses.then_some(&*requests);
-            let before = stores[1].counters();
-            let rounds = decode.rounds(&resident, &stores, future, args.round)?;
-            let after = stores[1].counters();
-            let hit_rate = (after.hits - before.hits) as f64 / (after.requested - before.requested) as f64;
+        time_decode(args, &bench, geometry, &resident, &mut out)?;
+    }
+    if args.prefill > 0 {
+        time_prefill(args, &bench, geometry, &resident, &mut out)?;
+    }
+    Ok(())
+}
+
+fn time_decode(
+    args: &Args,
+    bench: &Bench,
+    geometry: Geometry,
+    resident: &SlabStore,
+    out: &mut impl Write,
+) -> Result<()> {
+    // Everything comes into memory, and the choices are written down.
+    let ids = bench.ids(args.warm + args.tokens);
+    let (warm, timed) = ids.split_at(args.warm);
+    let tape = Timed::new(resident, None);
+    let mut state = bench.model.new_state()?;
+    bench.decode(&tape, &mut state, warm)?;
+    let (warm, after_warm) = (tape.take().0, state.try_clone(bench.model.device())?);
+    bench.decode(&tape, &mut state, timed)?;
+    let requests = tape.take().0;
+    let trace = trace(geometry, warm.iter().chain(&requests))?;
+    for &wanted in &args.hit_rates {
+        let slots = slots_for(&trace, args.warm, wanted);
+        let mut stores = vec![bench.store(slots)?];
+        for &guesses in &args.guesses {
+            stores.push(bench.guessing_store(slots, guesses)?);
+        }
+        // The same experts are in the slots of all when the clock starts.
+        for store in &stores {
+            replay(&Timed::new(store, None), &warm)?;
+        }
+        let future = args.published_guesses.then_some(&*requests);
+        let decode = Decode { bench, state: &after_warm, ids: timed, requests: &requests, future };
+        let before: Vec<_> = stores.iter().map(ExpertStore::counters).collect();
+        let rounds = decode.rounds(resident, &stores, args.round, Duration::from_millis(args.rest))?;
+        writeln!(out, "\ndecode, {slots} slots, {} tokens in {} rounds", timed.len(), rounds.len())?;
+        alone(out, &rounds, args.round)?;
+        for (i, guesses) in args.guesses.iter().enumerate() {
+            let (after, before) = (stores[i + 1].counters(), before[i + 1]);
+            let hits = (after.hits - before.hits) as f64 / (after.requested - before.requested) as f64;
             writeln!(
                 out,
-                "\ndecode, {slots} slots, {} tokens in {} rounds, hit rate {hit_rate:.2}; {} guesses, {} used, {:.2} GB wasted",
-                timed.len(),
-                rounds.len(),
+                "together, {guesses} guesses at once: hit rate {hits:.2}; {} guesses, {} used, {:.2} GB wasted",
                 after.guesses - before.guesses,
                 after.guesses_used - before.guesses_used,
                 (after.bytes_wasted - before.bytes_wasted) as f64 / 1e9
             )?;
-            report(&mut out, &rounds, args.round)?;
+            together(out, &rounds, 2 + i, args.round)?;
         }
     }
-    if args.prefill > 0 {
-        let ids = ids(args.prefill);
-        let all: Vec<ExpertId> = (0..experts as ExpertId).collect();
-        let dense = bench.model.config().first_k_dense_replace;
-        for layer in dense..dense + layers {
-            let (choices, phase) = (Choices::default(), Phase::Prefill);
-            for expert in resident.fetch(ExpertRequest { layer, experts: &all, choices, phase }) {
-                expert.context("fetching an expert")?;
-            }
+    Ok(())
+}
+
+fn time_prefill(
+    args: &Args,
+    bench: &Bench,
+    geometry: Geometry,
+    resident: &SlabStore,
+    out: &mut impl Write,
+) -> Result<()> {
+    let ids = bench.ids(args.prefill);
+    let all: Vec<ExpertId> = (0..geometry.experts as ExpertId).collect();
+    let dense = bench.model.config().first_k_dense_replace;
+    for layer in dense..dense + geometry.layers {
+        let (choices, phase) = (Choices::default(), Phase::Prefill);
+        for expert in resident.fetch(ExpertRequest { layer, experts: &all, choices, phase }) {
+            expert.context("fetching an expert")?;
         }
-        // Weights come into the page cache.
-        bench.decode(&Timed::new(&resident, None), &mut bench.model.new_state()?, &ids[..1])?;
-        let mut rounds = Vec::new();
-        let mut requests = Vec::new();
-        for turn in 0..args.repeat {
-            let mut round = Round::default();
-            // What is read alone needs a pass to have asked for it.
-            for part in [1, 2, 0].map(|part| if turn == 0 { part } else { (part + turn) % 3 }) {
-                round.parts[part] = match part {
-                    0 => replay(&Timed::new(&bench.store(per_token)?, None), &requests)?,
-                    part => {
-                        let fresh = if part == 2 { Some(bench.store(per_token)?) } else { None };
-                        let timed = Timed::new(fresh.as_ref().unwrap_or(&resident), None);
-                        bench.pass(&timed, &mut bench.model.new_state()?, &ids)?;
-                        let (asked, visits) = timed.take();
-                        requests = asked;
-                        visits
-                    }
-                };
-            }
-            rounds.push(round);
-        }
-        writeln!(out, "\nprefill of {} tokens, {} rounds", args.prefill, rounds.len())?;
-        report(&mut out, &rounds, 1)?;
     }
+    // Weights come into the page cache.
+    bench.decode(&Timed::new(resident, None), &mut bench.model.new_state()?, &ids[..1])?;
+    let mut rounds = Vec::new();
+    let mut requests = Vec::new();
+    for turn in 0..args.repeat {
+        let mut round = Round { parts: vec![Vec::new(); 3] };
+        // What is read alone needs a pass to have asked for it.
+        for part in [1, 2, 0].map(|part| if turn == 0 { part } else { (part + turn) % 3 }) {
+            round.parts[part] = if part == 0 {
+                replay(&Timed::new(&bench.store(geometry.per_token)?, None), &requests)?
+            } else {
+                let fresh = if part == 2 { Some(bench.store(geometry.per_token)?) } else { None };
+                let timed = Timed::new(fresh.as_ref().unwrap_or(resident), None);
+                bench.pass(&timed, &mut bench.model.new_state()?, &ids)?;
+                let (asked, visits) = timed.take();
+                requests = asked;
+                visits
+            };
+        }
+        rounds.push(round);
+    }
+    writeln!(out, "\nprefill of {} tokens, {} rounds", args.prefill, rounds.len())?;
+    alone(out, &rounds, 1)?;
+    together(out, &rounds, 2, 1)?;
     Ok(())
 }
 
@@ -195,36 +230,34 @@ struct Decode<'a> {
     state: &'a SequenceState<Cpu>,
     ids: &'a [u32],
     requests: &'a [Asked],
-}
-
-/// The visits of each part: I/O alone, arithmetic alone, together.
-#[derive(Default)]
-struct Round {
-    parts: [Vec<Visit>; 3],
+    /// The requests, where guesses are to come true as published.
+    future: Option<&'a [Asked]>,
 }
 
 impl Decode<'_> {
+    /// `stores`: the first for I/O alone, the others for both together.
     fn rounds(
         &self,
         resident: &SlabStore,
-        [alone, together]: &[SlabStore; 2],
-        future: Option<&[Asked]>,
+        stores: &[SlabStore],
         tokens: usize,
+        rest: Duration,
     ) -> Result<Vec<Round>> {
-        let timed = [Timed::new(alone, None), Timed::new(resident, None), Timed::new(together, future)];
+        let mut timed = vec![Timed::new(&stores[0], None), Timed::new(resident, None)];
+        timed.extend(stores[1..].iter().map(|store| Timed::new(store, self.future)));
         let copy = || self.state.try_clone(self.bench.model.device());
-        let mut states = [copy()?, copy()?];
+        let mut states = timed.iter().map(|_| copy()).collect::<Result<Vec<_>, _>>()?;
         let mut rounds = Vec::new();
         let a_token = self.requests.len() / self.ids.len();
-        for (turn, (ids, requests)) in
-            self.ids.chunks(tokens).zip(self.requests.chunks(tokens * a_token)).enumerate()
-        {
-            let mut round = Round::default();
-            for part in [0, 1, 2].map(|part| (part + turn) % 3) {
+        let requests = self.requests.chunks(tokens * a_token);
+        for (turn, (ids, requests)) in self.ids.chunks(tokens).zip(requests).enumerate() {
+            let mut round = Round { parts: vec![Vec::new(); timed.len()] };
+            for part in (0..timed.len()).map(|part| (part + turn) % timed.len()) {
+                thread::sleep(rest);
                 round.parts[part] = if part == 0 {
                     replay(&timed[0], requests)?
                 } else {
-                    self.bench.decode(&timed[part], &mut states[part - 1], ids)?;
+                    self.bench.decode(&timed[part], &mut states[part], ids)?;
                     timed[part].take().1
                 };
             }
@@ -234,88 +267,18 @@ impl Decode<'_> {
     }
 }
 
-impl Round {
-    fn seconds(&self, part: usize) -> f64 {
-        self.parts[part].iter().map(|visit| visit.outside + visit.fetch()).sum()
-    }
-
-    /// What the two parts need that can go on at the same time in a pass that knows a layer's experts from the layer's
-    /// own router only: the reads of a layer, and its arithmetic from the router on.
-    fn by_layers(&self) -> f64 {
-        let [io, arithmetic, _] = &self.parts;
-        // A pass has one visit without a fetch at its end, and its replay has none.
-        let mut io = io.iter();
-        let both = arithmetic.iter().map(|visit| {
-            let fetch = if visit.fetch() > 0.0 { io.next().map_or(0.0, Visit::fetch) } else { 0.0 };
-            visit.outside + fetch.max(visit.inside)
-        });
-        both.sum()
-    }
-}
-
-/// A number of each round: the median, the least and the greatest.
-fn spread(rounds: &[Round], of: impl Fn(&Round) -> f64) -> [f64; 3] {
-    let mut all: Vec<f64> = rounds.iter().map(of).collect();
-    all.sort_by(f64::total_cmp);
-    [all[all.len() / 2], all[0], all[all.len() - 1]]
-}
-
-fn report(out: &mut impl std::io::Write, rounds: &[Round], tokens: usize) -> Result<()> {
-    let n = tokens as f64;
-    let mut seconds = |name: &str, of: &dyn Fn(&Round) -> f64| -> Result<()> {
-        let [median, least, most] = spread(rounds, of);
-        Ok(writeln!(out, "  {name:<38} {:7.3} s  ({:.3} to {:.3})", median / n, least / n, most / n)?)
-    };
-    seconds("together", &|r| r.seconds(2))?;
-    seconds("I/O alone", &|r| r.seconds(0))?;
-    seconds("arithmetic alone", &|r| r.seconds(1))?;
-    seconds("bound without guesses, layer by layer", &Round::by_layers)?;
-    let greater = |r: &Round| r.seconds(0).max(r.seconds(1));
-    let all = |of: &dyn Fn(&Round) -> f64| rounds.iter().map(of).sum::<f64>();
-    let greater_of_all = all(&|r| r.seconds(0)).max(all(&|r| r.seconds(1)));
-    let mut ratio = |name: &str, of: &dyn Fn(&Round) -> f64, of_all: f64| -> Result<()> {
-        let [median, least, most] = spread(rounds, |r| r.seconds(2) / of(r));
-        Ok(writeln!(
-            out,
-            "  {name:<38} {median:7.3}    ({least:.3} to {most:.3}); of all rounds {of_all:.3}"
-        )?)
-    };
-    let wall = all(&|r| r.seconds(2));
-    ratio("together / the greater alone", &greater, wall / greater_of_all)?;
-    ratio("together / bound layer by layer", &Round::by_layers, wall / all(&Round::by_layers))?;
-    let mean = |part: usize| {
-        let mut sum = Visit::default();
-        rounds.iter().flat_map(|round| &round.parts[part]).for_each(|visit| sum.add(visit));
-        move |of: fn(&Visit) -> f64| of(&sum) / n / rounds.len() as f64
-    };
-    let (alone, together) = (mean(1), mean(2));
-    writeln!(
-        out,
-        "  on average, together (alone): outside fetches {:.3} ({:.3}) s, in them {:.3} ({:.3}), of it behind the last \
-         expert {:.3}; waiting for the first read of a layer {:.3}, for others {:.3}; drive idle outside fetches {:.3}, \
-         in them {:.3}",
-        together(|v| v.outside),
-        alone(|v| v.outside),
-        together(|v| v.inside),
-        alone(|v| v.inside),
-        together(|v| v.tail),
-        together(|v| v.first_wait),
-        together(|v| v.later_wait),
-        together(|v| v.idle_outside),
-        together(|v| v.idle_inside),
-    )?;
-    Ok(())
-}
-
 impl Bench {
     /// A store with `slots` slots for experts that stay, and its usual room for those on their way.
     fn store(&self, slots: usize) -> Result<SlabStore> {
-        let usual = SlabOptions::default();
+        self.guessing_store(slots, SlabOptions::default().guesses)
+    }
+
+    fn guessing_store(&self, slots: usize, guesses: usize) -> Result<SlabStore> {
         let options = |budget_bytes| SlabOptions {
             budget_bytes,
             reads_in_flight: self.reads_in_flight,
-            guesses: self.guesses.unwrap_or(usual.guesses),
-            ..usual
+            guesses,
+            ..SlabOptions::default()
         };
         let probe = SlabStore::new(self.checkpoint.clone(), &self.reader, options(u64::MAX))?;
         // Half of the buffers are slots at least.
@@ -330,6 +293,12 @@ impl Bench {
             &self.reader,
             options(buffers as u64 * probe.slot_bytes() as u64),
         )?)
+    }
+
+    /// Some ids that have nothing to do with each other.
+    fn ids(&self, n: usize) -> Vec<u32> {
+        let vocab = self.model.config().vocab_size as u64;
+        (0..n as u64).map(|i| ((i * 7919 + 13) % vocab) as u32).collect()
     }
 
     /// A pass over `ids`.

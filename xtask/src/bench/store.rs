@@ -1,5 +1,7 @@
 //! Bytes per second that the expert store delivers, against plain reads of the same files.
 
+mod mapped;
+
 use std::io::Write as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -99,7 +101,7 @@ pub(super) fn run(dir: &Path, reads_in_flight: usize, budget_bytes: u64) -> Resu
     }
     ratios.sort_by(f64::total_cmp);
     writeln!(out, "median ratio {:.3}", f64::midpoint(ratios[TRIES / 2 - 1], ratios[TRIES / 2]))?;
-    Ok(())
+    mapped::run(dir, &mut out)
 }
 
 /// Bytes per second of threads that read experts in pieces of at most `piece` bytes, and do nothing else.

@@ -35,16 +35,30 @@ pub(super) struct Visit {
     /// In which a drive, on average over drives, had nothing to read: before the request, and after it.
     pub(super) idle_outside: f64,
     pub(super) idle_inside: f64,
+    /// It is what comes after the last fetch of a pass.
+    pub(super) is_end: bool,
 }
 
 impl Visit {
+    pub(super) const NOTHING: Self = Self {
+        outside: 0.0,
+        inside: 0.0,
+        tail: 0.0,
+        first_wait: 0.0,
+        later_wait: 0.0,
+        idle_outside: 0.0,
+        idle_inside: 0.0,
+        is_end: true,
+    };
+
     /// From the request to the last expert's end.
     pub(super) fn fetch(&self) -> f64 {
         self.inside + self.first_wait + self.later_wait
     }
 
     pub(super) fn add(&mut self, other: &Self) {
-        let Self { outside, inside, tail, first_wait, later_wait, idle_outside, idle_inside } = other;
+        let Self { outside, inside, tail, first_wait, later_wait, idle_outside, idle_inside, is_end: _ } =
+            other;
         self.outside += outside;
         self.inside += inside;
         self.tail += tail;
@@ -112,7 +126,7 @@ impl<'a> Timed<'a> {
         let mut tape = self.tape();
         let outside = (now - tape.end).as_secs_f64();
         let idle_outside = outside - (busy - tape.busy);
-        tape.visits.push(Visit { outside, idle_outside, ..Visit::default() });
+        tape.visits.push(Visit { outside, idle_outside, ..Visit::NOTHING });
         (tape.end, tape.busy) = (now, busy);
     }
 
