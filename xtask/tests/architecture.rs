@@ -204,11 +204,7 @@ fn unsafe_is_where_it_may_be_and_documented() {
     }
     assert_eq!(used.len(), UNSAFE.len(), "places that need no unsafe code any more: leave them out here");
     let documented = documented_unsafe();
-    for (file, count) in &found {
-        let row = documented.get(file).copied().unwrap_or_default();
-        assert_eq!(row, *count, "{file}: docs/unsafe.md says {row}, the code has {count}");
-    }
-    assert_eq!(documented.len(), found.len(), "docs/unsafe.md has files without unsafe code: {documented:?}");
+    assert_eq!(documented, found, "docs/unsafe.md, and what the code has");
 }
 
 /// The search finds what it is for.

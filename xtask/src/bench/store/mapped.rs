@@ -26,7 +26,7 @@ const PIECE: usize = 1 << 20;
 
 pub(super) fn run(dir: &Path, out: &mut impl Write) -> Result<()> {
     let threads = thread::available_parallelism()?.get();
-    let memory = Reader::new(threads);
+    let memory = Reader::new(threads)?;
     let open = || -> Result<MappedStore> {
         Ok(MappedStore::new(Arc::new(Checkpoint::open(dir, &OpenOptions::default())?)))
     };
