@@ -153,7 +153,8 @@ pub trait ExpertStore: Send + Sync {
     }
 
     /// Gives an expert back that work in flight still reads: its bytes stay until `after` is complete. Handles
-    /// complete in the order in which they were given; nobody waits for them.
+    /// complete by themselves, in the order in which they were given. Neither this nor an eviction waits for them; a
+    /// fetch that finds no buffer does.
     fn retire(&self, expert: Expert, after: Box<dyn Completion>);
 
     /// What was moved so far.

@@ -13,6 +13,9 @@
 ///     fn kind(&self) -> &'static str {
 ///         "cpu-f32, first experts"
 ///     }
+///     fn deviation(&self) -> Option<&'static str> {
+///         Some("first experts")
+///     }
 ///     fn route(&self, logits: &Self::Act, bias: &Vec<f32>, rule: RouterRule) -> Result<Routing, DeviceError> {
 ///         let (k, rows) = (rule.experts_per_token, self.download(logits)?.len() / bias.len());
 ///         let ids: Vec<u32> = (0..k as u32).collect();
@@ -25,7 +28,7 @@
 /// }
 /// ```
 ///
-/// `kind` is never in a group: another arithmetic has another name.
+/// `kind` and `deviation` are never in a group: another arithmetic has another name.
 #[macro_export]
 macro_rules! delegate_device {
     ($field:tt: $inner:ty, $($group:ident),+) => {

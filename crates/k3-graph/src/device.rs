@@ -16,7 +16,6 @@
 //! Non-finite values are data: they never panic, stay within their sequence, and are reported where a selection
 //! meets them ([`Routing::non_finite`], [`Selected::NonFinite`]).
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -26,6 +25,10 @@ pub use k3_quant::Matrix;
 
 use crate::scalar::{keep_top_p, router_weights};
 use crate::select::{Score, select_experts, select_keys};
+
+mod state;
+
+pub use state::{StateFloat, StateTensor, StateValues, take_parts};
 
 /// What runs the operations.
 ///
@@ -49,10 +52,8 @@ pub trait Device: Send + Sync {
 
     /// Names the arithmetic, as in saved states: states of one kind are not restored on another.
     fn kind(&self) -> &'static str;
-    /// What its arithmetic does that the model's does not, to be said beside every hash of logits.
-    fn deviation(&self) -> Option<&'static str> {
-        None
-    }
+    /// What its arithmetic does that the model's does not, to be said beside every hash of logits. `None`: nothing.
+    fn deviation(&self) -> Option<&'static str>;
 
     // Weights and host transfer.
 
@@ -500,106 +501,3 @@ pub type ExpertWork = (Expert, Vec<ExpertUse>);
 
 /// Tells when work that was queued has read its operands.
 pub type InFlight = Arc<dyn Completion + Sync>;
-
-/// A part of a layer's state on the host.
-#[derive(Clone, Debug, PartialEq)]
-pub struct StateTensor {
-    /// `conv`, `state`, `latent`, `extra_key` or `index_key`.
-    pub name: &'static str,
-    /// `conv [3, taps - 1, width]` oldest first; `state [heads, key, value]`; the others `[tokens, width]`.
-    pub shape: Vec<usize>,
-    /// The values in the device's precision.
-    pub values: StateValues,
-}
-
-/// Values of a [`StateTensor`].
-#[derive(Clone, PartialEq)]
-pub enum StateValues {
-    /// Single precision.
-    F32(Vec<f32>),
-    /// Double precision.
-    F64(Vec<f64>),
-}
-
-impl fmt::Debug for StateValues {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::F32(v) => write!(f, "F32[{}]", v.len()),
-            Self::F64(v) => write!(f, "F64[{}]", v.len()),
-        }
-    }
-}
-
-impl StateValues {
-    /// Rounded to f32.
-    pub fn to_f32(&self) -> Vec<f32> {
-        match self {
-            Self::F32(v) => v.clone(),
-            Self::F64(v) => v.iter().map(|&v| v as f32).collect(),
-        }
-    }
-}
-
-/// A precision that state values come in.
-pub trait StateFloat: Sized + Clone {
-    /// Name of the type, as in safetensors.
-    const NAME: &'static str;
-    /// The values, if they are of this type.
-    fn of(values: &StateValues) -> Option<&[Self]>;
-}
-
-impl StateFloat for f32 {
-    const NAME: &'static str = "F32";
-    fn of(values: &StateValues) -> Option<&[Self]> {
-        match values {
-            StateValues::F32(v) => Some(v),
-            StateValues::F64(_) => None,
-        }
-    }
-}
-
-impl StateFloat for f64 {
-    const NAME: &'static str = "F64";
-    fn of(values: &StateValues) -> Option<&[Self]> {
-        match values {
-            StateValues::F64(v) => Some(v),
-            StateValues::F32(_) => None,
-        }
-    }
-}
-
-/// `None` if the product overflows: shapes come from files.
-fn element_count(shape: &[usize]) -> Option<usize> {
-    shape.iter().try_fold(1usize, |n, &dim| n.checked_mul(dim))
-}
-
-/// The values of exactly these parts, after a check of names, order, shapes, lengths and precision.
-pub fn take_parts<T: StateFloat, const N: usize>(
-    parts: &[StateTensor],
-    expected: [(&'static str, &[usize]); N],
-) -> Result<[Vec<T>; N], DeviceError> {
-    let names = |names: &mut dyn Iterator<Item = &'static str>| names.collect::<Vec<_>>().join(", ");
-    if !parts.iter().map(|p| p.name).eq(expected.iter().map(|e| e.0)) {
-        return Err(DeviceError::State {
-            name: "(all)",
-            expected: names(&mut expected.iter().map(|e| e.0)),
-            found: names(&mut parts.iter().map(|p| p.name)),
-        });
-    }
-    let mut out = [const { Vec::new() }; N];
-    for ((part, (name, shape)), out) in parts.iter().zip(expected).zip(&mut out) {
-        match T::of(&part.values) {
-            Some(values) if part.shape == shape && element_count(shape) == Some(values.len()) => {
-                *out = values.to_vec();
-            }
-            _ => {
-                return Err(DeviceError::State {
-                    name,
-                    expected: format!("{} {shape:?}", T::NAME),
-                    found: format!("{:?} {:?}", part.values, part.shape),
-                });
-            }
-        }
-    }
-    Ok(out)
-}

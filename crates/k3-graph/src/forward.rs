@@ -168,6 +168,7 @@ impl<D: Device> Pass<'_, '_, D> {
         let device = &model.device;
         let ids: Vec<u32> = batch.iter().flat_map(|s| s.tokens).copied().collect();
         let mut stack: Vec<D::Act> = Vec::new();
+        // [rows, E]
         let mut p = device.embed(&model.embed_tokens, &ids)?;
         for (l, layer) in model.layers.iter().enumerate() {
             p = self.layer(l, layer, p, &mut stack, batch)?;
@@ -181,7 +182,7 @@ impl<D: Device> Pass<'_, '_, D> {
         self.logits(&stack, &p, batch)
     }
 
-    /// Section 3.2. `p` is the running depth sum, `stack` the snapshots of it, oldest first.
+    /// Section 3.2. `p` is the running depth sum, `stack` the snapshots of it, oldest first; all `[rows, E]`.
     fn layer(
         &mut self,
         l: usize,
@@ -241,7 +242,7 @@ impl<D: Device> Pass<'_, '_, D> {
         Ok(p)
     }
 
-    /// Section 3.1: attention over the snapshots and the running sum.
+    /// Section 3.1: attention over the snapshots and the running sum, `[rows, E]` each, for each row.
     fn mix(
         &mut self,
         point: Point,
@@ -261,7 +262,7 @@ impl<D: Device> Pass<'_, '_, D> {
         }
     }
 
-    /// Section 5.
+    /// Section 5. Shapes with P = heads * head_dim, E = hidden; `x` and the result are `[rows, E]`.
     fn kda(
         &mut self,
         l: usize,
@@ -275,12 +276,15 @@ impl<D: Device> Pass<'_, '_, D> {
             LayerState::Kda(s) => s,
             LayerState::Mla(_) => unreachable!("layer {l} is KDA in the model's layer map"),
         });
+        // [rows, P] each
         let [q, k, v] = [Conv::Q, Conv::K, Conv::V].map(|which| {
             let projected = device.linear(&w.qkv_proj[which as usize], x)?;
             device.short_conv(&projected, &w.qkv_conv1d[which as usize], which, states)
         });
         let (q, k, v) = (q?, k?, v?);
+        // [rows, head_dim], then [rows, P]
         let decay = device.linear(&w.f_b_proj, &device.linear(&w.f_a_proj, x)?)?;
+        // [rows, heads]
         let beta = device.linear(&w.b_proj, x)?;
         let step = KdaStep {
             config,
@@ -292,6 +296,7 @@ impl<D: Device> Pass<'_, '_, D> {
             a_log: &w.a_log,
             dt_bias: &w.dt_bias,
         };
+        // [rows, P]; so is its gate
         let mut o = device.kda_step(step, states)?;
         // What is not needed any more would be the peak of a long prompt.
         drop((q, k, v, decay, beta));
@@ -301,7 +306,7 @@ impl<D: Device> Pass<'_, '_, D> {
         Ok(device.linear(&w.o_proj, &o)?)
     }
 
-    /// Section 6, and 7 where the model has an indexer.
+    /// Section 6, and 7 where the model has an indexer. `x` and the result are `[rows, E]`.
     fn mla(
         &mut self,
         l: usize,
@@ -314,8 +319,11 @@ impl<D: Device> Pass<'_, '_, D> {
             LayerState::Mla(s) => s,
             LayerState::Kda(_) => unreachable!("layer {l} is full attention in the model's layer map"),
         });
+        // [rows, q_lora]
         let cq = device.rms_norm(&device.linear(&w.q_a_proj, x)?, &w.q_a_layernorm, LORA_NORM_EPS)?;
+        // [rows, heads * (nope + extra)]
         let q = device.linear(&w.q_b_proj, &cq)?;
+        // [rows, kv_lora + extra]
         let kv = device.linear(&w.kv_a_proj_with_mqa, x)?;
         device.mla_append(&kv, &w.kv_a_layernorm, LORA_NORM_EPS, states)?;
         drop(kv);
@@ -324,6 +332,7 @@ impl<D: Device> Pass<'_, '_, D> {
             None => None,
         };
         let attend = MlaAttend { config: &self.model.config.mla, q: &q, kv_b: &w.kv_b_proj };
+        // [rows, heads * v]; so is its gate
         let mut o = device.mla_attend(attend, selection.as_ref(), states)?;
         drop((cq, q, selection));
         let gate = device.linear(&w.g_proj, x)?;
@@ -344,6 +353,7 @@ impl<D: Device> Pass<'_, '_, D> {
     ) -> Result<Option<D::Selection>, ForwardError> {
         let device = &self.model.device;
         let Some(config) = self.model.indexer() else { return Ok(None) };
+        // [rows, head_dim] of the indexer
         let k = device.linear(&w.wk, x)?;
         device.index_append(&k, &w.k_norm_weight, &w.k_norm_bias, INDEX_NORM_EPS, states)?;
         drop(k);
@@ -353,6 +363,7 @@ impl<D: Device> Pass<'_, '_, D> {
         if keys <= config.topk && !observed {
             return Ok(None);
         }
+        // [rows, n_heads * head_dim], [rows, n_heads]
         let q = device.linear(&w.wq_b, cq)?;
         let weights = device.linear(&w.weights_proj, x)?;
         let query = IndexQuery { config, q: &q, weights: &weights };
@@ -367,7 +378,7 @@ impl<D: Device> Pass<'_, '_, D> {
         Ok(Some(selection))
     }
 
-    /// Section 8.1: the dense MLP and the shared experts.
+    /// Section 8.1: the dense MLP and the shared experts, `[rows, E]` to `[rows, inner]` and back.
     fn gated_mlp(&self, w: &GatedMlp<D>, x: &D::Act) -> Result<D::Act, ForwardError> {
         let device = &self.model.device;
         let gate = device.linear(&w.gate_proj, x)?;
@@ -377,7 +388,8 @@ impl<D: Device> Pass<'_, '_, D> {
         Ok(device.linear(&w.down_proj, &inner)?)
     }
 
-    /// Sections 8.2 and 8.3. `next` is a router to be asked early, and the mix that `x` is the norm of.
+    /// Sections 8.2 and 8.3, with k experts a row; `x` and the result are `[rows, E]`. `next` is a router to be asked early,
+    /// and the mix that `x` is the norm of.
     fn moe(
         &mut self,
         l: usize,
@@ -386,6 +398,7 @@ impl<D: Device> Pass<'_, '_, D> {
         next: Option<(NextRouter<'_, D>, D::Act)>,
     ) -> Result<D::Act, ForwardError> {
         let device = &self.model.device;
+        // [rows, experts]
         let logits = device.linear(&w.gate, x)?;
         let routing = device.route(&logits, &w.e_score_correction_bias, self.model.router_rule())?;
         drop(logits);
@@ -414,6 +427,7 @@ impl<D: Device> Pass<'_, '_, D> {
             device.add(&mut h, &shared)?;
             router.guess(self, &h)?;
         }
+        // [rows, latent], and [rows * k, latent]
         let z = device.linear(&w.routed_expert_down_proj, x)?;
         let latent = self.model.config.moe.routed_expert_hidden_size;
         let mut outputs = device.expert_outputs(routing.ids.len(), latent)?;
@@ -443,6 +457,7 @@ impl<D: Device> Pass<'_, '_, D> {
         if found != plan.wanted.len() {
             return Err(ForwardError::MissingExperts { layer: l, expected: plan.wanted.len(), found });
         }
+        // [rows, latent], then [rows, E]
         let mut r = device.expert_sum(&outputs, &routing)?;
         drop((outputs, z));
         r = device.rms_norm(&r, &w.routed_expert_norm, self.model.config.rms_norm_eps)?;

@@ -127,6 +127,10 @@ impl Device for Reference {
         "reference-f64"
     }
 
+    fn deviation(&self) -> Option<&'static str> {
+        None
+    }
+
     fn load_linear(&self, weight: Matrix) -> Result<Matrix, DeviceError> {
         Ok(weight)
     }

@@ -48,7 +48,8 @@ impl Case {
     }
 
     fn query(&self, set: InstructionSet) -> Option<QueryCodes> {
-        QueryCodes::new(set, self.dim, &self.q, &self.weights).filter(|query| query.serve(&self.codes()))
+        QueryCodes::new(Vectors::of(set), self.dim, &self.q, &self.weights)
+            .filter(|query| query.serve(&self.codes()))
     }
 }
 
@@ -65,7 +66,7 @@ fn check(case: &Case) -> f64 {
     let portable = InstructionSet::Portable;
     let query = case.query(portable).expect("numbers of this size have bounds");
     let mut approximate = vec![f32::NAN; n];
-    query.scores(portable, &keys, 0, &mut approximate);
+    query.scores(Vectors::of(portable), &keys, 0, &mut approximate);
     let (mut width, mut largest) = (0.0, 0.0_f64);
     for (i, (&score, &about)) in scores.iter().zip(&approximate).enumerate() {
         let (low, high) = query.interval(&keys, i, about);
@@ -80,18 +81,18 @@ fn check(case: &Case) -> f64 {
     for set in InstructionSet::available() {
         let other = case.query(set).unwrap();
         let mut got = vec![f32::NAN; n];
-        other.scores(set, &keys, 0, &mut got);
+        other.scores(Vectors::of(set), &keys, 0, &mut got);
         assert!(got.iter().zip(&approximate).all(|(a, b)| a.to_bits() == b.to_bits()), "{set:?}");
         // A part of the keys, from any block on.
         if n > 40 {
             let mut part = vec![f32::NAN; n - 39];
-            other.scores(set, &keys, 32, &mut part);
+            other.scores(Vectors::of(set), &keys, 32, &mut part);
             assert!(part.iter().zip(&got[32..]).all(|(a, b)| a.to_bits() == b.to_bits()), "{set:?}");
         }
         // Every key that reaches a score is among the candidates for it.
         for theta in scores.iter().step_by(n / 5 + 1) {
             let mut found = Vec::new();
-            other.candidates(set, &keys, 0, &got, other.threshold(*theta), &mut found);
+            other.candidates(Vectors::of(set), &keys, 0, &got, other.threshold(*theta), &mut found);
             assert!(found.is_sorted());
             for i in (0..n).filter(|&i| scores[i] >= *theta) {
                 assert!(found.binary_search(&(i as u32)).is_ok(), "{set:?}: key {i} reaches {theta}");
@@ -201,8 +202,8 @@ fn what_has_no_bounds() {
         c.weights[0] = 1e38;
         c.q[0] = 100.0;
     });
-    assert!(QueryCodes::new(InstructionSet::Portable, 0, &[], &[1.0]).is_none());
-    assert!(QueryCodes::new(InstructionSet::Portable, 1025, &[1.0; 1025], &[1.0]).is_none());
+    assert!(QueryCodes::new(Vectors::of(InstructionSet::Portable), 0, &[], &[1.0]).is_none());
+    assert!(QueryCodes::new(Vectors::of(InstructionSet::Portable), 1025, &[1.0; 1025], &[1.0]).is_none());
 }
 
 #[test]

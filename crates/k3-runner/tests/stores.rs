@@ -261,6 +261,10 @@ impl Device for Lagging {
         self.cpu.kind()
     }
 
+    fn deviation(&self) -> Option<&'static str> {
+        self.cpu.deviation()
+    }
+
     fn experts_ffn(
         &self,
         experts: &[ExpertWork],

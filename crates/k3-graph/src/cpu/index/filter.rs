@@ -53,11 +53,11 @@ fn approximate(device: &Cpu, rows: &[Option<Filtered<'_>>], share: bool) -> Vec<
         .step_by(TILE)
         .map(|first| (first, parts.iter_mut().map(Iterator::next).collect::<Vec<Option<&mut [f32]>>>()));
     let products: usize = rows.iter().flatten().map(|f| f.row.query.nanoseconds(f.row.query.visible)).sum();
-    let set = device.vectors.set();
+    let vectors = device.vectors;
     device.share_if(share, products / FASTER, tiles, |(first, scores)| {
         for (row, scores) in rows.iter().zip(scores) {
             if let (Some(f), Some(scores)) = (row, scores) {
-                f.query.scores(set, &f.row.query.keys.codes, first, scores);
+                f.query.scores(vectors, &f.row.query.keys.codes, first, scores);
             }
         }
     });
@@ -81,8 +81,7 @@ impl<'a> Filtered<'a> {
         if !enough || k == 0 {
             return None;
         }
-        let query =
-            QueryCodes::new(device.vectors.set(), row.query.keys.dim, row.query.q, row.query.weights)?;
+        let query = QueryCodes::new(device.vectors, row.query.keys.dim, row.query.q, row.query.weights)?;
         query.serve(&row.query.keys.codes).then_some(Self { row, query })
     }
 
@@ -124,9 +123,9 @@ impl<'a> Filtered<'a> {
         const MANY: usize = 16 * TILE;
         let mut parts = vec![Vec::new(); scores.len().div_ceil(MANY)];
         let tiles = scores.chunks(MANY).zip(&mut parts).enumerate();
-        let (set, keys) = (device.vectors.set(), &self.row.query.keys.codes);
+        let (vectors, keys) = (device.vectors, &self.row.query.keys.codes);
         device.share_if(share, scores.len(), tiles, |(i, (scores, part))| {
-            self.query.candidates(set, keys, i * MANY, scores, threshold, part);
+            self.query.candidates(vectors, keys, i * MANY, scores, threshold, part);
         });
         parts.concat()
     }

@@ -1,7 +1,7 @@
 //! The heads of one token, and the bounds that belong to them.
 
 use super::{GROUP, KEY_BLOCK, KeyCodes, MAX_DIM, MAX_HEADS, MAX_NORM, Quantized, kernels, up};
-use crate::cpu::InstructionSet;
+use crate::cpu::vector::{DOT_BLOCK, Vectors};
 
 /// Heads whose dots are worked out together.
 pub(super) const HEADS: usize = 8;
@@ -9,8 +9,6 @@ pub(super) const HEADS: usize = 8;
 const ROUNDING: f64 = 1.0 / (1 << 24) as f64;
 /// Half the smallest f32: the absolute error of a product that underflows.
 const UNDERFLOW: f64 = 0.5 * f32::from_bits(1) as f64;
-/// Columns of a dot that [`crate::cpu::vector::Vectors::index_scores`] sums before they join the total.
-const DOT_BLOCK: usize = crate::cpu::vector::DOT_BLOCK;
 
 /// Queries of one token with their weights, quantized.
 ///
@@ -40,7 +38,7 @@ impl QueryCodes {
     ///
     /// # Panics
     /// If the lengths do not fit.
-    pub fn new(set: InstructionSet, dim: usize, q: &[f32], weights: &[f32]) -> Option<Self> {
+    pub fn new(vectors: Vectors, dim: usize, q: &[f32], weights: &[f32]) -> Option<Self> {
         assert_eq!(q.len(), weights.len() * dim);
         if dim == 0 || dim > MAX_DIM || weights.len() > MAX_HEADS {
             return None;
@@ -77,7 +75,7 @@ impl QueryCodes {
             .collect();
         let length = |rows: &[f64], norms: f64| {
             // What the sums of f64 may have lost.
-            (kernels::positive_products(set, dim, rows) + 1e-12 * norms * norms).sqrt()
+            (kernels::positive_products(vectors.set(), dim, rows) + 1e-12 * norms * norms).sqrt()
         };
 
         // In f32, of a term: a product, its sum with the others of its block, the sum of blocks, the weight, the sum of heads. In 8 bits:
@@ -159,12 +157,11 @@ impl QueryCodes {
     /// do not depend on the instruction set.
     ///
     /// # Panics
-    /// If `first` is not a multiple of [`KEY_BLOCK`], there are fewer keys, they have another width, or this machine does not
-    /// have the instruction set.
-    pub fn scores(&self, set: InstructionSet, keys: &KeyCodes, first: usize, out: &mut [f32]) {
-        assert!(keys.dim == self.dim && first.is_multiple_of(KEY_BLOCK) && set <= InstructionSet::widest());
+    /// If `first` is not a multiple of [`KEY_BLOCK`], there are fewer keys, or they have another width.
+    pub fn scores(&self, vectors: Vectors, keys: &KeyCodes, first: usize, out: &mut [f32]) {
+        assert!(keys.dim == self.dim && first.is_multiple_of(KEY_BLOCK));
         let codes = &keys.codes[first * self.groups() * GROUP..];
-        kernels::scores(set, self, codes, &keys.scales[first..first + out.len()], out);
+        kernels::scores(vectors.set(), self, codes, &keys.scales[first..first + out.len()], out);
     }
 
     /// An f32 score in the unit of these queries, rounded down.
@@ -175,17 +172,16 @@ impl QueryCodes {
     /// Appends those keys, from `first` on, whose f32 score may reach `threshold`. `scores` are theirs from [`Self::scores`].
     ///
     /// # Panics
-    /// If there are fewer keys, or this machine does not have the instruction set.
+    /// If there are fewer keys.
     pub fn candidates(
         &self,
-        set: InstructionSet,
+        vectors: Vectors,
         keys: &KeyCodes,
         first: usize,
         scores: &[f32],
         threshold: f32,
         out: &mut Vec<u32>,
     ) {
-        assert!(set <= InstructionSet::widest());
         let range = first..first + scores.len();
         let keys = kernels::Bounds {
             scores,
@@ -193,7 +189,7 @@ impl QueryCodes {
             norms: &keys.norms[range],
             slack: self.slack,
         };
-        kernels::candidates(set, keys, threshold, first, out);
+        kernels::candidates(vectors.set(), keys, threshold, first, out);
     }
 
     /// An interval in which the f32 score of key `i` lies, in the unit of these queries, with its score from [`Self::scores`]: what
@@ -217,7 +213,7 @@ mod tests {
     /// A bound of `|sum_h c_h m_h|` holds at all corners of the cube, and is met where heads agree.
     #[test]
     fn positive_products_bound_every_partial_sum() {
-        let set = InstructionSet::widest();
+        let set = Vectors::default().set();
         let mut state = 1_u64;
         let mut next = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
