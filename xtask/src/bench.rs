@@ -63,7 +63,7 @@ enum What {
         #[command(flatten)]
         args: decode::Args,
         /// Tokens to time
-        #[arg(long, default_value_t = 32)]
+        #[arg(long, default_value_t = 32, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
         tokens: usize,
         /// Time as many again beside a thread that never sleeps
         #[arg(long)]
@@ -75,7 +75,8 @@ enum What {
         #[command(flatten)]
         args: decode::Args,
         /// Tokens of a prompt; several, with commas between
-        #[arg(long, value_delimiter = ',', default_values_t = [128, 512])]
+        #[arg(long, value_delimiter = ',', default_values_t = [128, 512],
+              value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
         tokens: Vec<usize>,
     },
     /// The best 2,048 keys of a long context, against reading the keys once

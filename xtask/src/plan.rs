@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use k3_experts::memory::Machine;
-use k3_experts::plan::{ExpertSizes, MemoryPlan, gigabytes, parse_bytes};
+use k3_experts::plan::{ExpertSizes, MemoryPlan, gigabytes, parse_bytes, parse_rate};
 use k3_experts::slab::{Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabOptions, probe, slot_bytes};
 use k3_format::names::{Extent, Names};
 use k3_format::repack::{DenseFormat, ExpertTarget, Naming, Recipe};
@@ -47,10 +47,10 @@ pub struct Args {
     ram: Option<u64>,
     /// What its drives give together in a second, as in 7GB [default: measured on the folder; several are told for a
     /// geometry]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_rate)]
     disk_rate: Option<u64>,
     /// What its memory gives in a second [default: measured here; 40GB with --ram]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_rate)]
     memory_rate: Option<u64>,
     /// Format of the routed experts
     #[arg(long, value_enum, conflicts_with = "dir", default_value_t = ExpertsName::Mxfp4)]

@@ -70,7 +70,8 @@ pub(crate) struct ModelArgs {
           conflicts_with = "chunk")]
     activation_budget: u64,
     /// Tokens of the prompt that are computed at once, whatever they need; no result depends on it
-    #[arg(long, value_name = "N", help_heading = MACHINE)]
+    #[arg(long, value_name = "N", help_heading = MACHINE,
+          value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     chunk: Option<usize>,
     /// What the next layer's router is given early, to read experts ahead while decoding; no result depends on it
     ///

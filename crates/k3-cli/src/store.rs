@@ -5,13 +5,13 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::ValueEnum;
-use k3_experts::backend::{Backend, OpenedStore, StoreOptions, open_store};
+use k3_experts::backend::{Backend, OpenedStore, StoreError, StoreOptions, open_store};
 use k3_experts::memory::{Machine, rss};
 pub(crate) use k3_experts::plan::parse_bytes;
 use k3_experts::plan::{MemoryPlan, Needs, gigabytes};
-use k3_experts::slab::{Direct, slot_bytes};
+use k3_experts::slab::{Direct, SlabError, slot_bytes};
 use k3_experts::usage::{Usage, UsageError};
 use k3_experts::{ExpertStore, SlabOptions, SlabStore};
 use k3_format::{Checkpoint, ShardError};
@@ -121,9 +121,15 @@ impl StoreArgs {
         let mut options = StoreOptions { backend, slab, ..StoreOptions::default() };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         options.probe.seed = now.map_or(0, |now| now.as_nanos() as u64);
-        let opened = open_store(checkpoint, &plan, options).with_context(|| match backend {
-            Some(Backend::Direct) => "reading past the page cache; try --store buffered".to_owned(),
-            _ => format!("opening the experts of {}", checkpoint.dir().display()),
+        let opened = open_store(checkpoint, &plan, options).map_err(|error| {
+            let what = match (&error, backend) {
+                (StoreError::Slab(SlabError::Budget { .. }), _) => {
+                    "--expert-budget: name a larger one, or leave it out".to_owned()
+                }
+                (_, Some(Backend::Direct)) => "reading past the page cache; try --store buffered".to_owned(),
+                _ => format!("opening the experts of {}", checkpoint.dir().display()),
+            };
+            anyhow::Error::new(error).context(what)
         })?;
         let usage = match &opened.slab {
             Some(store) => self.usage_file(checkpoint, store, &plan)?,

@@ -208,7 +208,15 @@ pub fn gigabytes(bytes: u64) -> String {
     }
 }
 
-/// Bytes as people write them: `17`, `8GiB`, `7.1 GB`; of a rate also `7GB/s`.
+/// Bytes a second as people write them: `7GB/s`, or only `7GB`.
+///
+/// # Errors
+/// What was expected instead.
+pub fn parse_rate(text: &str) -> Result<u64, String> {
+    parse_bytes(text.strip_suffix("/s").unwrap_or(text))
+}
+
+/// Bytes as people write them: `17`, `8GiB`, `7.1 GB`.
 ///
 /// # Errors
 /// What was expected instead.
@@ -216,7 +224,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
     let unit = unit.trim();
-    let scale = match unit.strip_suffix("/s").unwrap_or(unit) {
+    let scale = match unit {
         "" | "B" => 1.0,
         "kB" | "KB" => 1e3,
         "MB" => 1e6,

@@ -6,7 +6,7 @@ use std::fmt;
 /// Work that reads an expert's bytes after the call that started it returned: a copy to a device, of which an event
 /// tells the end.
 pub trait Completion: Send {
-    /// Whether nothing reads the bytes any more. Must not wait.
+    /// Whether nothing reads the bytes any more. Must not wait, and must not call the store.
     fn is_complete(&self) -> bool;
 }
 
@@ -40,6 +40,17 @@ impl<T> Retirement<T> {
     /// Whether none is kept.
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
+    }
+}
+
+/// What work still reads when the store ends stays for good: to give it back would be to write under that work's hands.
+impl<T> Drop for Retirement<T> {
+    fn drop(&mut self) {
+        while let Some((item, after)) = self.queue.pop_front() {
+            if !after.is_complete() {
+                std::mem::forget(item);
+            }
+        }
     }
 }
 

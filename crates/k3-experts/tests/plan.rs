@@ -1,7 +1,9 @@
 //! The memory plan as a function of what the machine has and the model needs.
 
 use k3_experts::memory::{Limit, Machine};
-use k3_experts::plan::{ExpertSizes, HIT_RATES, MemoryPlan, Needs, expected_hit_rate, parse_bytes};
+use k3_experts::plan::{
+    ExpertSizes, HIT_RATES, MemoryPlan, Needs, expected_hit_rate, parse_bytes, parse_rate,
+};
 use k3_experts::trace::{Geometry, RELEASED};
 
 const GB: u64 = 1_000_000_000;
@@ -112,7 +114,8 @@ fn bytes_have_units() {
     check("96 GiB", Some(96 << 30));
     check("20 GB", Some(20 * GB));
     check("7.1GB", Some(7_100_000_000));
-    check("7GB/s", Some(7 * GB));
+    check("7GB/s", None);
+    assert_eq!([parse_rate("7GB/s"), parse_rate("7 GB")], [Ok(7 * GB), Ok(7 * GB)]);
     check("", None);
     check("GB", None);
     check("1e9", None);

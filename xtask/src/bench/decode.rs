@@ -85,7 +85,6 @@ fn decode(
 
 pub(super) fn run(args: &Args, tokens: usize, busy: bool) -> Result<()> {
     let engine = args.open()?;
-    let tokens = tokens.max(1);
     // Ids without a pattern: experts are those of random tokens.
     let ids = fixed_prompt(&engine, PROMPT + WARM + 2 * tokens)?;
     let (prompt, ids) = ids.split_at(PROMPT);

@@ -40,7 +40,7 @@ pub(super) struct Args {
     #[arg(long, default_value_t = 8)]
     warm: usize,
     /// Hit rates at which decode is timed; each sets a budget. Without a value decode is not timed
-    #[arg(long, value_delimiter = ',', num_args = 0.., default_value = "0,0.35,0.6")]
+    #[arg(long, value_delimiter = ',', num_args = 0.., default_value = "0,0.35,0.6", value_parser = share)]
     hit_rates: Vec<f64>,
     /// Tokens of a prompt that is timed as well; 0: none
     #[arg(long, default_value_t = 0)]
@@ -82,9 +82,21 @@ struct Bench {
     reads_in_flight: usize,
 }
 
+/// From 0 to 1.
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(share) if (0.0..=1.0).contains(&share) => Ok(share),
+        _ => Err("a hit rate is a share, from 0 to 1".to_owned()),
+    }
+}
+
 /// Runs the command.
 pub(super) fn run(args: &Args) -> Result<()> {
     let mut out = std::io::stdout();
+    ensure!(
+        !args.hit_rates.is_empty() || args.prefill > 0,
+        "nothing is to be timed: name a hit rate or a prompt"
+    );
     ensure!(args.tokens > 0 && args.round > 0 && args.repeat > 0, "nothing is to be timed");
     ensure!(
         args.tokens.is_multiple_of(args.round),

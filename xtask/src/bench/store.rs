@@ -36,6 +36,11 @@ pub(super) fn run(dir: &Path, reads_in_flight: usize, budget_bytes: u64) -> Resu
     let (first, layers) = (config.first_k_dense_replace, config.num_hidden_layers());
     let (experts, per_token) = (config.moe.num_experts, config.moe.num_experts_per_token);
     let expert_bytes = checkpoint.experts().layout().len;
+    let all = (expert_bytes * experts * (layers - first)) as u64;
+    ensure!(
+        budget_bytes < all / 2,
+        "a budget of {budget_bytes} bytes holds half of the {all} bytes of experts or more: there would be little to read"
+    );
     ensure!(
         checkpoint.experts().scattered() == 0,
         "the plain reads need experts in one piece, as in the released shards"

@@ -209,11 +209,13 @@ impl Pool {
     /// Takes a buffer back, for the read that has waited longest or for later.
     fn give(&self, buffer: BytesMut) {
         let mut inner = self.inner();
-        if inner.allocated > self.limit {
+        let waits = next_wanted(&mut inner.parked);
+        // One beyond the limit goes on as long as reads wait: they would need another.
+        if waits.is_none() && inner.allocated > self.limit {
             inner.allocated -= 1;
             return;
         }
-        match next_wanted(&mut inner.parked) {
+        match waits {
             Some(ticket) => {
                 inner.reading += 1;
                 drop(inner);

@@ -12,7 +12,8 @@ use k3_format::Checkpoint;
 use super::SlabError;
 use super::pool::aligned;
 
-/// Reads the shards of a checkpoint. Several threads read at the same time.
+/// Reads the shards of a checkpoint. Several threads read at the same time. A reader must not panic: who waits for the read
+/// would wait for ever.
 pub trait Reader: Send + Sync + fmt::Debug {
     /// As `pread`: may return fewer bytes than `buf` has room for, 0 at the end of the file, and
     /// [`io::ErrorKind::Interrupted`]. Is asked for multiples of [`Reader::alignment`], and after a short read for the
