@@ -14,6 +14,7 @@ use crate::{ExpertError, ExpertStore, MappedStore, SlabStore};
 
 /// How routed experts are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Backend {
     /// Mapped files: the page cache decides what stays.
     Mapped,
