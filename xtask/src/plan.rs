@@ -261,7 +261,7 @@ fn report(
         model: model.name.clone(),
         context: context.min(model.config.max_position_embeddings as u64),
         room: plan.room,
-        bound_by: plan.bound_by.clone(),
+        bound_by: plan.bound_by.to_string(),
         pinned: plan.needs.pinned,
         state: plan.needs.state,
         activations: plan.needs.activations,

@@ -18,6 +18,8 @@ struct Rule {
     name: &'static str,
     /// The crates of ours that it may depend on.
     below: &'static [&'static str],
+    /// Other people's crates that it uses, beside those of its tests.
+    outside: &'static [&'static str],
     /// Paths that its sources never name, tests of its own aside: what it does not know.
     unknown: &'static [&'static str],
 }
@@ -30,46 +32,102 @@ const RULES: &[Rule] = &[
     Rule {
         name: "k3-quant",
         below: &[],
+        outside: &["bytemuck", "bytes", "half", "thiserror"],
         unknown: &["std::fs", "std::io", "std::path", "std::net", "std::thread"],
     },
     Rule {
         name: "k3-xtml",
         below: &[],
+        outside: &["thiserror"],
         unknown: &["std::fs", "std::io", "std::path", "std::net", "std::thread"],
     },
-    Rule { name: "k3-tokenizer", below: &[], unknown: &["std::net", "std::thread"] },
+    Rule {
+        name: "k3-tokenizer",
+        below: &[],
+        outside: &["base64", "hashbrown", "regex-automata", "serde", "serde_json", "thiserror", "tokenizers"],
+        unknown: &["std::net", "std::thread"],
+    },
     // Its repacker encodes; products are for those who compute.
     Rule {
         name: "k3-format",
         below: &["k3-quant"],
+        outside: &[
+            "blake3",
+            "bytes",
+            "half",
+            "hashbrown",
+            "memmap2",
+            "regex-automata",
+            "rustix",
+            "safetensors",
+            "serde",
+            "serde_json",
+            "thiserror",
+        ],
         unknown: &["std::net", "k3_quant::cpu", "k3_quant::reference", "rayon"],
     },
     Rule {
         name: "k3-experts",
         below: &["k3-format", "k3-quant"],
+        outside: &["blake3", "bytes", "thiserror", "tracing"],
         unknown: &["std::net", "k3_quant::cpu", "k3_quant::reference", "k3_quant::encode"],
     },
     Rule {
         name: "k3-graph",
         below: &["k3-experts", "k3-format", "k3-quant"],
+        outside: &["rayon", "thiserror"],
         unknown: &["std::fs", "std::io", "std::path", "std::net", "k3_format::Checkpoint", "memmap2"],
     },
     Rule {
         name: "k3-runner",
         below: &["k3-experts", "k3-format", "k3-graph", "k3-tokenizer", "k3-xtml"],
+        outside: &["blake3", "bytemuck", "rand_chacha", "safetensors", "thiserror", "tracing"],
         unknown: &["std::net", "axum", "hyper", "k3_graph::scalar"],
     },
     Rule {
         name: "k3-cli",
         below: &["k3-experts", "k3-format", "k3-graph", "k3-runner", "k3-tokenizer", "k3-xtml"],
+        outside: &["anyhow", "clap", "serde_json", "tracing", "tracing-subscriber"],
         unknown: &["std::net"],
     },
     Rule {
         name: "xtask",
         below: &["k3-experts", "k3-format", "k3-graph", "k3-quant", "k3-runner", "k3-tokenizer", "k3-xtml"],
+        outside: &[
+            "anyhow",
+            "blake3",
+            "clap",
+            "flate2",
+            "half",
+            "indicatif",
+            "memmap2",
+            "rand_chacha",
+            "rayon",
+            "rustix",
+            "safetensors",
+            "serde",
+            "serde_json",
+            "tempfile",
+            "tracing-subscriber",
+        ],
         unknown: &["std::net"],
     },
 ];
+
+/// What libraries do not know besides: they hand out values and errors, and have no terminal to write to.
+const TERMINAL: &[&str] = &[
+    "print!",
+    "println!",
+    "eprint!",
+    "eprintln!",
+    "dbg!",
+    "io::stdin",
+    "io::stdout",
+    "io::stderr",
+    "IsTerminal",
+];
+/// Those that have.
+const PROGRAMS: &[&str] = &["k3-cli", "xtask"];
 
 /// Beginnings of the paths where `unsafe` may be: mapping of files, and instruction sets.
 const UNSAFE: &[&str] =
@@ -105,6 +163,10 @@ fn sources(dir: &Path) -> Vec<PathBuf> {
 fn code(file: &Path) -> String {
     let text = fs::read_to_string(file).unwrap();
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+    without_comments(text)
+}
+
+fn without_comments(text: &str) -> String {
     text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
 }
 
@@ -149,6 +211,20 @@ fn arrows_of_dependency_point_down() {
 }
 
 #[test]
+fn dependencies_from_outside_are_those_of_the_list() {
+    let metadata = metadata(&["--no-deps"]);
+    let packages = metadata["packages"].as_array().unwrap();
+    let ours: BTreeSet<&str> = packages.iter().map(|p| p["name"].as_str().unwrap()).collect();
+    for package in packages {
+        let rule = RULES.iter().find(|rule| package["name"] == rule.name).unwrap();
+        let dependencies = package["dependencies"].as_array().unwrap().iter().filter(|d| d["kind"] != "dev");
+        let found: BTreeSet<&str> = dependencies.map(|d| d["name"].as_str().unwrap()).collect();
+        let found: Vec<&str> = found.difference(&ours).copied().collect();
+        assert_eq!(found, rule.outside, "{}: a new dependency needs a case", rule.name);
+    }
+}
+
+#[test]
 fn crates_do_not_know_what_they_need_not() {
     let metadata = metadata(&["--no-deps"]);
     for package in metadata["packages"].as_array().unwrap() {
@@ -158,7 +234,8 @@ fn crates_do_not_know_what_they_need_not() {
         assert!(!files.is_empty(), "{}", dir.display());
         for file in files.into_iter().filter(|file| !EXCEPTIONS.iter().any(|known| file.ends_with(known))) {
             let code = code(&file);
-            for path in rule.unknown {
+            let is_program = PROGRAMS.contains(&rule.name);
+            for path in rule.unknown.iter().chain(TERMINAL.iter().filter(|_| !is_program)) {
                 assert!(!names(&code, path), "{}: {} does not know {path}", file.display(), rule.name);
             }
         }
@@ -186,16 +263,15 @@ fn documented_unsafe() -> BTreeMap<String, usize> {
 #[test]
 fn unsafe_is_where_it_may_be_and_documented() {
     let root = root();
-    let mut files = sources(&root.join("xtask/src"));
-    for dir in fs::read_dir(root.join("crates")).unwrap() {
-        files.extend(sources(&dir.unwrap().path().join("src")));
-    }
+    // All of them: tests, examples and benches have no need of it either. Only this one searches for the word.
+    let mut files = documents::files(&["rs"]);
+    files.retain(|file| file != Path::new("xtask/tests/architecture.rs"));
     let mut used: BTreeSet<&&str> = BTreeSet::new();
     let mut found = BTreeMap::new();
     for file in files {
-        let count = count_unsafe(&code(&file));
+        let count = count_unsafe(&without_comments(&fs::read_to_string(root.join(&file)).unwrap()));
         if count > 0 {
-            let file = file.strip_prefix(&root).unwrap().to_str().unwrap();
+            let file = file.to_str().unwrap();
             let place = UNSAFE.iter().find(|place| file.starts_with(**place));
             assert!(place.is_some(), "{file} has unsafe code");
             used.extend(place);
@@ -217,6 +293,10 @@ fn names_are_found_in_lists_and_paths() {
     check("use std::{fmt, fs};", "std::fs", true);
     check("use std::{\n    fmt,\n    fs::File,\n};", "std::fs", true);
     check("use std::fsx;", "std::fs", false);
+    check("println!(\"{x}\")", "println!", true);
+    check("eprintln!(\"{x}\")", "println!", false);
+    check("use std::io::{self, IsTerminal};\nio::stdout().lock()", "io::stdout", true);
+    check("use std::io::{IsTerminal, stdout};", "io::stdout", true);
     check("use std::{fmt, offset};\nlet fs = 1;", "std::fs", false);
     check("use k3_format::{Config, Checkpoint};", "k3_format::Checkpoint", true);
     assert_eq!(count_unsafe("unsafe fn f() { unsafe { g() } }"), 2);

@@ -195,7 +195,7 @@ mod tests {
         check(&[0, 1, 2, 4, 6, 7], "1-3 5 7-8");
     }
 
-    /// `docs/checkpoint.md` 7, with the caches in f32, and 140 bytes for each of 24 indexer keys in 8 bits.
+    /// `docs/checkpoint.md` 7, with the caches in f32, and 140 bytes a token for the 8-bit form of 24 layers' indexer keys.
     #[test]
     fn state_of_the_released_model() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/configs/kimi-k31.config.json");

@@ -10,7 +10,7 @@ use clap::ValueEnum;
 use k3_experts::backend::{Backend, OpenedStore, StoreError, StoreOptions, open_store};
 use k3_experts::memory::{Machine, rss};
 pub(crate) use k3_experts::plan::parse_bytes;
-use k3_experts::plan::{MemoryPlan, Needs, gigabytes};
+use k3_experts::plan::{ExpertSizes, MemoryPlan, Needs, gigabytes};
 use k3_experts::slab::{Direct, SlabError, slot_bytes};
 use k3_experts::usage::{Usage, UsageError};
 use k3_experts::{ExpertStore, SlabOptions, SlabStore};
@@ -152,18 +152,17 @@ impl StoreArgs {
     fn plan(&self, checkpoint: &Checkpoint, needs: Needs) -> MemoryPlan {
         // Slots for direct reads are the larger ones.
         let sizes = expert_sizes(checkpoint.config(), slot_bytes(checkpoint, Direct::ALIGN));
-        let mut asked = match self.expert_budget {
+        let asked = match self.expert_budget {
             Budget::Auto => None,
             Budget::Bytes(bytes) => Some(bytes),
         };
-        let machine = Machine::read().unwrap_or_else(|error| {
-            tell(format_args!("note: how much memory there is is not known here ({error})\n"));
-            let experts = *asked.get_or_insert(UNKNOWN_MACHINE);
-            Machine::with(needs.total().saturating_add(experts).saturating_add(UNKNOWN_MACHINE))
-        });
-        let mut plan = MemoryPlan::new(&machine, needs, sizes, asked);
-        plan.asked = self.expert_budget != Budget::Auto;
-        plan
+        match Machine::read() {
+            Ok(machine) => MemoryPlan::new(&machine, needs, sizes, asked),
+            Err(error) => {
+                tell(format_args!("note: how much memory there is is not known here ({error})\n"));
+                plan_blindly(needs, sizes, asked)
+            }
+        }
     }
 
     fn usage_file(
@@ -219,8 +218,8 @@ impl Opened {
     pub(crate) fn table(&self) -> String {
         match &self.chosen.slab {
             Some(store) => {
-                let words = self.plan.describe_slots(store.slots() as u64);
-                self.plan.table(words.split_once(" = ").map_or("", |(_, words)| words))
+                let slots = self.plan.describe_slots(store.slots() as u64);
+                self.plan.table(&slots)
             }
             None => self.plan.table("left to the page cache"),
         }
@@ -234,6 +233,16 @@ impl Opened {
     /// One line about the store.
     pub(crate) fn description(&self) -> &str {
         &self.chosen.description
+    }
+}
+
+/// The plan for a machine that does not say what memory it has: there is enough for what was asked.
+fn plan_blindly(needs: Needs, sizes: ExpertSizes, asked: Option<u64>) -> MemoryPlan {
+    let experts = asked.unwrap_or(UNKNOWN_MACHINE);
+    let machine = Machine::with(needs.total().saturating_add(experts).saturating_add(UNKNOWN_MACHINE));
+    match asked {
+        Some(_) => MemoryPlan::new(&machine, needs, sizes, asked),
+        None => MemoryPlan::assuming(&machine, needs, sizes, experts),
     }
 }
 
@@ -289,5 +298,18 @@ mod tests {
         check("8GiB", Some(Budget::Bytes(8 << 30)));
         check("Auto", None);
         check("", None);
+    }
+
+    #[test]
+    fn a_machine_that_tells_nothing_has_enough() {
+        let geometry = k3_experts::trace::Geometry { layers: 2, experts: 8, per_token: 2 };
+        let sizes = ExpertSizes { geometry, slot_bytes: 1 << 20 };
+        let check = |asked: Option<u64>, experts: u64| {
+            let plan = plan_blindly(Needs::default(), sizes, asked);
+            let found = (plan.experts, plan.asked, plan.missing);
+            assert_eq!(found, (experts, asked.is_some(), 0));
+        };
+        check(None, UNKNOWN_MACHINE);
+        check(Some(1 << 30), 1 << 30);
     }
 }

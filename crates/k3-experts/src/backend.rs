@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use k3_format::Checkpoint;
 
+use crate::memory::Bound;
 use crate::plan::{MemoryPlan, gigabytes};
 use crate::slab::{
     Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabError, SlabOptions, drive_count, probe,
@@ -13,6 +14,7 @@ use crate::{ExpertError, ExpertStore, MappedStore, SlabStore};
 
 /// How routed experts are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Backend {
     /// Mapped files: the page cache decides what stays.
     Mapped,
@@ -97,7 +99,7 @@ const WORTH_BUFFERING: f64 = 1.15;
 /// or all experts fit in what the plan leaves them. A limit on the address space rules mapping out, and so does a budget
 /// that was asked for: the page cache would not keep to it.
 fn mapped_at_once(plan: &MemoryPlan, file_bytes: u64, expert_bytes: u64) -> Option<String> {
-    if plan.asked || plan.bound_by.contains("address space") {
+    if plan.asked || plan.bound_by == Bound::AddressSpace {
         return None;
     }
     if file_bytes <= plan.room / 4 {
@@ -173,7 +175,11 @@ pub fn open_store(
         |measured| describe(backend, measured, store.reads_in_flight()),
     );
     Ok(OpenedStore {
-        description: format!("{how}; {}", plan.describe_slots(store.slots() as u64)),
+        description: format!(
+            "{how}; {} = {}",
+            gigabytes(plan.experts),
+            plan.describe_slots(store.slots() as u64)
+        ),
         store: store.clone(),
         slab: Some(store),
         backend,
@@ -255,7 +261,7 @@ fn describe(backend: Backend, measured: &Measured, in_flight: &[usize]) -> Strin
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::Machine;
+    use crate::memory::{Limit, Machine};
     use crate::plan::{ExpertSizes, Needs};
     use crate::trace::RELEASED;
 
@@ -314,6 +320,10 @@ mod tests {
             let asked = MemoryPlan::new(&Machine::with(room * GB), needs, sizes, Some(experts * GB));
             assert_eq!(mapped_at_once(&asked, files * GB, experts * GB), None, "a budget is a limit");
             let plan = MemoryPlan::new(&Machine::with(room * GB), needs, sizes, None);
+            let mut narrow = Machine::with(room * GB);
+            narrow.limits.push(Limit { bound: Bound::AddressSpace, bytes: room * GB - 1, used: 0 });
+            let narrow = MemoryPlan::new(&narrow, needs, sizes, None);
+            assert_eq!(mapped_at_once(&narrow, files * GB, experts * GB), None, "mappings count");
             let found = mapped_at_once(&plan, files * GB, experts * GB);
             assert_eq!(found.is_some(), expected.is_some(), "{found:?}");
             assert!(found.zip(expected).is_none_or(|(found, words)| found.contains(words)));

@@ -50,7 +50,7 @@ pub mod slab;
 pub mod trace;
 pub mod usage;
 
-pub use mapped::{MappedStore, READ_AHEAD};
+pub use mapped::MappedStore;
 pub use retire::{Completion, Retirement};
 pub use slab::{SlabOptions, SlabStore};
 

@@ -15,11 +15,11 @@ use crate::{
 use hints::{Hints, major_faults};
 
 /// Experts that are read ahead of the one handed over. A drive is busy with 4 to 8 of them in flight.
-pub const READ_AHEAD: usize = 8;
+const READ_AHEAD: usize = 8;
 
 /// Hands out experts as slices of the mapped shards, without a copy.
 ///
-/// The kernel is told of the next [`READ_AHEAD`] experts of a request, so that it reads ahead of the arithmetic and not
+/// The kernel is told of the next few experts of a request, so that it reads ahead of the arithmetic and not
 /// ahead of the memory: a prefill chunk can ask for a whole layer, which is more than many machines have. It is not told
 /// again of what it was told before while memory keeps everything. Which experts were in the page cache the kernel does
 /// not say: [`Counters::hits`] and [`Counters::misses`] stay 0.

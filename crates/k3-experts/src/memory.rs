@@ -1,5 +1,6 @@
 //! How much memory there is: what the machine has free, and what limits leave.
 
+use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,8 +12,8 @@ pub struct Machine {
     pub total: u64,
     /// Bytes that can be taken without swapping; page cache that can be given up counts.
     pub available: u64,
-    /// What these bytes are, for messages.
-    pub name: String,
+    /// What these bytes are.
+    pub source: Bound,
     /// What else bounds this process.
     pub limits: Vec<Limit>,
 }
@@ -20,18 +21,54 @@ pub struct Machine {
 /// A bound on the memory of this process or of a group that it is in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// What sets it, for messages.
-    pub name: String,
+    /// What sets it.
+    pub bound: Bound,
     /// Bytes at most.
     pub bytes: u64,
     /// Bytes in use, without page cache that can be given up.
     pub used: u64,
 }
 
+/// What bounds the memory of a process, as messages name it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Bound {
+    /// A size that was given.
+    #[default]
+    Given,
+    /// What the machine has free.
+    Available,
+    /// A control group.
+    ControlGroup {
+        /// 1 or 2.
+        version: u8,
+        /// Its folder.
+        place: PathBuf,
+    },
+    /// `ulimit -d`: pages that no file is behind.
+    DataSize,
+    /// `ulimit -v`: files that are mapped count as well.
+    AddressSpace,
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Given => f.write_str("as given"),
+            Self::Available => f.write_str("available on this machine"),
+            Self::ControlGroup { version, place } => {
+                write!(f, "control group v{version} {}", place.display())
+            }
+            Self::DataSize => f.write_str("the process limit \"Max data size\""),
+            Self::AddressSpace => f.write_str("the process limit \"Max address space\""),
+        }
+    }
+}
+
 impl Machine {
     /// A machine of which all memory is free.
     pub fn with(total: u64) -> Self {
-        Self { total, available: total, name: "as given".into(), limits: Vec::new() }
+        Self { total, available: total, source: Bound::Given, limits: Vec::new() }
     }
 
     /// Reads `/proc` and the control groups of both versions.
@@ -43,10 +80,7 @@ impl Machine {
     }
 
     /// The same, of files under `root`.
-    ///
-    /// # Errors
-    /// As [`Machine::read`].
-    pub fn read_under(root: &Path) -> io::Result<Self> {
+    fn read_under(root: &Path) -> io::Result<Self> {
         let text = fs::read_to_string(root.join("proc/meminfo"))?;
         let unknown = || io::Error::new(io::ErrorKind::InvalidData, "MemTotal or MemAvailable not found");
         let (total, available) = meminfo(&text).ok_or_else(unknown)?;
@@ -58,13 +92,13 @@ impl Machine {
         limits.extend(process_limits(&read("proc/self/limits"), &read("proc/self/status")));
         // Groups without a limit state one beyond any machine.
         limits.retain(|limit| limit.bytes < total);
-        Ok(Self { total, available, name: "available on this machine".into(), limits })
+        Ok(Self { total, available, source: Bound::Available, limits })
     }
 
     /// Bytes that this process can still take, and what bounds them.
-    pub fn room(&self) -> (u64, &str) {
-        let limits = self.limits.iter().map(|l| (l.bytes.saturating_sub(l.used), l.name.as_str()));
-        limits.chain([(self.available, self.name.as_str())]).min().unwrap_or_default()
+    pub fn room(&self) -> (u64, &Bound) {
+        let limits = self.limits.iter().map(|limit| (limit.bytes.saturating_sub(limit.used), &limit.bound));
+        limits.fold((self.available, &self.source), |least, next| if next.0 < least.0 { next } else { least })
     }
 }
 
@@ -170,18 +204,21 @@ impl Group<'_> {
         let stat = read("memory.stat").unwrap_or_default();
         let cache = reclaimable.iter().filter_map(|name| field(&stat, name)).fold(0, u64::saturating_add);
         let used = number(used).unwrap_or(0).saturating_sub(cache);
-        Some(Limit { name: format!("control group v{version} {}", place.display()), bytes, used })
+        let bound = Bound::ControlGroup { version: *version, place: place.to_owned() };
+        Some(Limit { bound, bytes, used })
     }
 }
 
 /// `ulimit -d` and `ulimit -v`.
 fn process_limits(limits: &str, status: &str) -> Vec<Limit> {
-    let limit = |name: &str, used: &str| {
+    let limit = |name: &str, used: &str, bound: Bound| {
         let soft = limits.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
         let (bytes, used) = (soft.parse().ok()?, field(status, used).unwrap_or(0));
-        Some(Limit { name: format!("the process limit \"{name}\""), bytes, used })
+        Some(Limit { bound, bytes, used })
     };
-    [limit("Max data size", "VmData:"), limit("Max address space", "VmSize:")].into_iter().flatten().collect()
+    let data = limit("Max data size", "VmData:", Bound::DataSize);
+    let addresses = limit("Max address space", "VmSize:", Bound::AddressSpace);
+    data.into_iter().chain(addresses).collect()
 }
 
 #[cfg(test)]
@@ -225,8 +262,9 @@ mod tests {
                       Max data size             2000000              unlimited            bytes     \n\
                       Max address space         unlimited            unlimited            bytes     \n";
         let found = process_limits(limits, "VmPeak:\t  900 kB\nVmSize:\t  800 kB\nVmData:\t     100 kB\n");
-        let [limit] = &found[..] else { panic!("{found:?}") };
-        assert_eq!((limit.bytes, limit.used), (2_000_000, 102_400));
+        assert_eq!(found, [Limit { bound: Bound::DataSize, bytes: 2_000_000, used: 102_400 }]);
+        let found = process_limits("Max address space   3000000   unlimited   bytes", "");
+        assert_eq!(found, [Limit { bound: Bound::AddressSpace, bytes: 3_000_000, used: 0 }]);
         assert_eq!(process_limits("", ""), []);
     }
 
@@ -245,7 +283,8 @@ mod tests {
     fn the_narrowest_bound_counts() {
         let check = |files: &[(&str, &str)], room: u64, by: &str| {
             let machine = machine(files);
-            let (found, name) = machine.room();
+            let (found, bound) = machine.room();
+            let name = bound.to_string();
             assert_eq!(found, room, "{machine:?}");
             assert!(name.contains(by), "{name}");
         };

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::memory::Machine;
+use crate::memory::{Bound, Machine};
 use crate::trace::{Geometry, RELEASED};
 
 /// What a run needs beside routed experts, in bytes. Mapped weights count like those that were read: if the page
@@ -64,7 +64,7 @@ pub struct MemoryPlan {
     /// Bytes that there are for all of it.
     pub room: u64,
     /// What bounds them.
-    pub bound_by: String,
+    pub bound_by: Bound,
     /// What comes first.
     pub needs: Needs,
     /// Left alone.
@@ -83,15 +83,23 @@ impl MemoryPlan {
     /// Gives the experts what the needs and the reserve leave, or what was asked for. `missing` tells whether there is
     /// as much.
     pub fn new(machine: &Machine, needs: Needs, sizes: ExpertSizes, asked: Option<u64>) -> Self {
+        Self::divide(machine, needs, sizes, asked, asked.is_some())
+    }
+
+    /// Gives the experts so many bytes though nobody asked for them: where it is not known what the machine has.
+    pub fn assuming(machine: &Machine, needs: Needs, sizes: ExpertSizes, experts: u64) -> Self {
+        Self::divide(machine, needs, sizes, Some(experts), false)
+    }
+
+    fn divide(machine: &Machine, needs: Needs, sizes: ExpertSizes, budget: Option<u64>, asked: bool) -> Self {
         let (room, bound_by) = machine.room();
         let reserve = (room / RESERVE_SHARE).clamp(*RESERVE.start(), *RESERVE.end());
         let first = needs.total().saturating_add(reserve);
         let left = room.saturating_sub(first);
         let most = sizes.all().saturating_add(MOVING * sizes.slot_bytes);
-        let experts = asked.unwrap_or_else(|| left.min(most).max(sizes.least()));
+        let experts = budget.unwrap_or_else(|| left.min(most).max(sizes.least()));
         let missing = first.saturating_add(experts).saturating_sub(room);
-        let (bound_by, asked) = (bound_by.to_owned(), asked.is_some());
-        Self { room, bound_by, needs, reserve, experts, asked, sizes, missing }
+        Self { room, bound_by: bound_by.clone(), needs, reserve, experts, asked, sizes, missing }
     }
 
     /// Bytes of everything but the reserve: what a run takes at its peak, beside what it had when the plan was made.
@@ -124,23 +132,15 @@ impl MemoryPlan {
         expected_hit_rate(self.sizes.geometry, self.working_sets())
     }
 
-    /// The budget in words: `20.1 GB = 1,145 slots, ...`.
-    pub fn describe_experts(&self) -> String {
-        self.describe_slots(self.slots())
-    }
-
-    /// The same, of a store that has so many slots.
+    /// A store of so many slots in words: `1,145 slots, ...`.
     pub fn describe_slots(&self, slots: u64) -> String {
         let geometry = self.sizes.geometry;
         let of_token = slots as f64 / geometry.working_set().max(1) as f64;
         let a_layer = slots as f64 / geometry.layers.max(1) as f64;
         let hits = expected_hit_rate(geometry, of_token)
             .map_or_else(String::new, |rate| format!(", expected hit rate {rate:.2}"));
-        format!(
-            "{} = {} slots, {a_layer:.1} a layer, {of_token:.2} of a token's working set{hits}",
-            gigabytes(self.experts),
-            grouped(slots),
-        )
+        let slots = grouped(slots);
+        format!("{slots} slots, {a_layer:.1} a layer, {of_token:.2} of a token's working set{hits}")
     }
 
     /// The memory table, with what the experts' bytes are used for in these words.
@@ -165,8 +165,7 @@ impl MemoryPlan {
 /// The memory table.
 impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let experts = self.describe_experts();
-        f.write_str(&self.table(experts.split_once(" = ").map_or("", |(_, words)| words)))
+        f.write_str(&self.table(&self.describe_slots(self.slots())))
     }
 }
 

@@ -77,6 +77,7 @@ pub trait Policy: fmt::Debug + Send {
 
 /// The policies of this module.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum PolicyName {
     /// [`GlobalLru`]
     GlobalLru,

@@ -1,5 +1,8 @@
 //! Which store is opened on a real file system, with what reads.
 
+#[path = "support/request.rs"]
+mod request;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,8 +12,9 @@ use k3_experts::memory::Machine;
 use k3_experts::plan::{ExpertSizes, MemoryPlan, Needs};
 use k3_experts::slab::{Direct, ProbeOptions, slot_bytes};
 use k3_experts::trace::Geometry;
-use k3_experts::{Choices, ExpertRequest, Phase};
 use k3_format::{Checkpoint, OpenOptions};
+
+use request::request;
 
 fn fixture() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/tiny-k31")
@@ -32,9 +36,7 @@ fn tight(checkpoint: &Checkpoint) -> MemoryPlan {
 }
 
 fn fetch(opened: &OpenedStore) {
-    let request =
-        ExpertRequest { layer: 3, experts: &[1, 2, 5, 9], choices: Choices::default(), phase: Phase::Decode };
-    assert_eq!(opened.store.fetch(request).map(Result::unwrap).count(), 4);
+    assert_eq!(opened.store.fetch(request(3, &[1, 2, 5, 9])).map(Result::unwrap).count(), 4);
 }
 
 fn options(backend: Option<Backend>) -> StoreOptions {

@@ -1,6 +1,9 @@
 //! Several drives, what is measured of them, and slots that fill in idle time. Nothing here looks at a clock: readers
 //! let through as many reads as a test says.
 
+#[path = "support/request.rs"]
+mod request;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,8 +14,10 @@ use std::time::Duration;
 use k3_experts::slab::{Buffered, ProbeOptions, Reader, SlabOptions, SlabStore, probe};
 use k3_experts::trace::Geometry;
 use k3_experts::usage::{Usage, UsageError};
-use k3_experts::{Choices, ExpertId, ExpertRequest, ExpertStore, Phase};
+use k3_experts::{ExpertId, ExpertStore};
 use k3_format::{Checkpoint, OpenOptions};
+
+use request::request;
 
 /// 12 layers of 16 experts, 4 a token, in three shards.
 fn open() -> Arc<Checkpoint> {
@@ -21,10 +26,6 @@ fn open() -> Arc<Checkpoint> {
 }
 
 const GEOMETRY: Geometry = Geometry { layers: 12, experts: 16, per_token: 4 };
-
-fn request(layer: usize, experts: &[u32]) -> ExpertRequest<'_> {
-    ExpertRequest { layer, experts, choices: Choices::default(), phase: Phase::Decode }
-}
 
 /// Drives by shard; reads wait at a gate that lets so many through on each drive.
 #[derive(Debug)]

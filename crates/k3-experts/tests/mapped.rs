@@ -1,28 +1,23 @@
 //! The mapped backend on a fixture whose experts are not in id order and lie in three shards.
 
+#[path = "support/contents.rs"]
+mod contents;
+#[path = "support/request.rs"]
+mod request;
+
 use std::path::Path;
 use std::sync::Arc;
 
-use k3_experts::{Choices, ExpertError, ExpertRequest, ExpertStore, MappedStore, Phase};
+use k3_experts::{ExpertError, ExpertStore, MappedStore};
 use k3_format::{Checkpoint, OpenOptions};
-use k3_quant::Matrix;
+
+use contents::{check_contents, values};
+use request::request;
 
 fn store() -> (Arc<Checkpoint>, MappedStore) {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/tiny-k31");
     let checkpoint = Arc::new(Checkpoint::open(&dir, &OpenOptions::default()).unwrap());
     (checkpoint.clone(), MappedStore::new(checkpoint))
-}
-
-fn request(layer: usize, experts: &[u32]) -> ExpertRequest<'_> {
-    ExpertRequest { layer, experts, choices: Choices::default(), phase: Phase::Decode }
-}
-
-fn values(m: &Matrix) -> Vec<f32> {
-    let mut out = vec![0.0; m.rows() * m.cols()];
-    for (r, row) in out.chunks_exact_mut(m.cols()).enumerate() {
-        m.row(r).decode_f32(row);
-    }
-    out
 }
 
 #[test]
@@ -35,10 +30,7 @@ fn every_expert_comes_once_and_is_what_a_read_gives() {
         found.sort_unstable();
         assert_eq!(found, (0..16).collect::<Vec<_>>());
         for expert in arrived {
-            let read = checkpoint.read_expert(layer, expert.id).unwrap();
-            for (mapped, read) in [(&expert.w1, &read.w1), (&expert.w2, &read.w2), (&expert.w3, &read.w3)] {
-                assert_eq!(values(mapped), values(read), "expert {} of layer {layer}", expert.id);
-            }
+            check_contents(&checkpoint, layer, &expert);
         }
     }
     let counters = store.counters();

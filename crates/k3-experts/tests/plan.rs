@@ -1,6 +1,6 @@
 //! The memory plan as a function of what the machine has and the model needs.
 
-use k3_experts::memory::{Limit, Machine};
+use k3_experts::memory::{Bound, Limit, Machine};
 use k3_experts::plan::{
     ExpertSizes, HIT_RATES, MemoryPlan, Needs, expected_hit_rate, parse_bytes, parse_rate,
 };
@@ -44,11 +44,13 @@ fn a_group_bounds_the_plan() {
     let needs = Needs { pinned: GB, state: GB / 4, activations: GB / 4 };
     let check = |gib: u64, used: u64| {
         let mut machine = Machine::with(64 * GB);
-        machine.limits.push(Limit { name: "control group".into(), bytes: gib << 30, used });
+        let bound = Bound::ControlGroup { version: 2, place: "/sys/fs/cgroup/a".into() };
+        machine.limits.push(Limit { bound: bound.clone(), bytes: gib << 30, used });
         let plan = MemoryPlan::new(&machine, needs, SIZES, None);
         let room = (gib << 30) - used;
         assert_eq!(plan.experts, room - room / 20 - needs.total(), "{gib} GiB: {plan}");
-        assert_eq!((plan.missing, plan.bound_by.as_str()), (0, "control group"));
+        assert_eq!((plan.missing, &plan.bound_by), (0, &bound));
+        assert!(plan.to_string().contains("  control group v2 /sys/fs/cgroup/a\n"), "{plan}");
         assert!(plan.total() <= gib << 30);
     };
     check(2, 0);
@@ -65,6 +67,11 @@ fn an_explicit_budget_is_kept_and_what_is_missing_is_told() {
     assert_eq!(over.experts, 40 * GB);
     assert_eq!(over.missing, 36 * GB + GB / 2 + 64 * GB / 20 + 40 * GB - 64 * GB);
     assert!(over.to_string().contains("MISSING"), "{over}");
+    // What is assumed is divided alike, and nobody asked for it.
+    let mut assumed = MemoryPlan::assuming(&Machine::with(64 * GB), NEEDS, SIZES, 40 * GB);
+    assert!(over.asked && !assumed.asked);
+    assumed.asked = true;
+    assert_eq!(assumed, over);
     // Nothing overflows.
     assert!(plan(u64::MAX).missing > u64::MAX / 2);
 }

@@ -1,7 +1,11 @@
 //! The slab store on the fixture whose experts are not in id order and lie in three shards.
 
+#[path = "support/contents.rs"]
+mod contents;
 #[path = "support/hostile.rs"]
 mod hostile;
+#[path = "support/request.rs"]
+mod request;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,9 +16,10 @@ use k3_experts::policy::PolicyName;
 use k3_experts::slab::{Buffered, Direct, Reader, SlabError, SlabOptions, SlabStore, SlotReadError};
 use k3_experts::{Choices, Expert, ExpertError, ExpertRequest, ExpertStore, Phase};
 use k3_format::{Checkpoint, OpenOptions};
-use k3_quant::Matrix;
 
+use contents::check_contents;
 use hostile::Hostile;
+use request::request;
 
 fn fixture() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/tiny-k31")
@@ -32,25 +37,6 @@ fn copy() -> tempfile::TempDir {
         std::fs::copy(file.path(), dir.path().join(file.file_name())).unwrap();
     }
     dir
-}
-
-fn request(layer: usize, experts: &[u32]) -> ExpertRequest<'_> {
-    ExpertRequest { layer, experts, choices: Choices::default(), phase: Phase::Decode }
-}
-
-fn values(m: &Matrix) -> Vec<f32> {
-    let mut out = vec![0.0; m.rows() * m.cols()];
-    for (r, row) in out.chunks_exact_mut(m.cols()).enumerate() {
-        m.row(r).decode_f32(row);
-    }
-    out
-}
-
-fn check_bytes(checkpoint: &Checkpoint, layer: usize, expert: &Expert) {
-    let read = checkpoint.read_expert(layer, expert.id).unwrap();
-    for (found, expected) in [(&expert.w1, &read.w1), (&expert.w2, &read.w2), (&expert.w3, &read.w3)] {
-        assert_eq!(values(found), values(expected), "expert {} of layer {layer}", expert.id);
-    }
 }
 
 /// So many slots, whatever a slot has.
@@ -108,7 +94,7 @@ fn every_expert_comes_once_and_is_what_a_read_gives() {
                         let mut found = Vec::new();
                         for expert in store.fetch(request(layer, &asked)) {
                             let expert = expert.unwrap();
-                            check_bytes(&checkpoint, layer, &expert);
+                            check_contents(&checkpoint, layer, &expert);
                             found.push(expert.id);
                         }
                         found.sort_unstable();
@@ -160,7 +146,7 @@ fn a_caller_that_keeps_everything_is_served() {
     assert_eq!(kept.len(), 18);
     assert_eq!(store.counters().over_budget, 14);
     for (i, expert) in kept.iter().enumerate() {
-        check_bytes(&checkpoint, 1 + i / 6, expert);
+        check_contents(&checkpoint, 1 + i / 6, expert);
     }
     drop(kept);
     assert_eq!(store.buffers(), 4);
@@ -172,7 +158,7 @@ fn an_expert_outlives_its_store() {
     let store = plain(&checkpoint, 20);
     let expert = store.fetch(request(5, &[3])).next().unwrap().unwrap();
     drop(store);
-    check_bytes(&checkpoint, 5, &expert);
+    check_contents(&checkpoint, 5, &expert);
 }
 
 #[test]
@@ -183,7 +169,7 @@ fn a_lease_keeps_its_bytes_while_others_pass() {
     for layer in 1..13 {
         assert_eq!(ids(&store, layer, &(0..16).collect::<Vec<_>>()).len(), 16);
     }
-    check_bytes(&checkpoint, 5, &lease);
+    check_contents(&checkpoint, 5, &lease);
 }
 
 #[test]
@@ -224,7 +210,7 @@ fn a_failed_read_is_an_error_and_leaves_nothing_behind() {
     assert!(source.contains("model-0000") && source.contains("offset"), "{source}");
     reader.broken.store(false, Relaxed);
     let expert = store.fetch(request(2, &[5])).next().unwrap().unwrap();
-    check_bytes(&checkpoint, 2, &expert);
+    check_contents(&checkpoint, 2, &expert);
     assert_eq!(store.counters().misses, 2);
 }
 
@@ -265,7 +251,7 @@ fn an_abandoned_fetch_costs_nobody_else() {
     drop(store.fetch(request(1, &(0..16).collect::<Vec<_>>())));
     reader.held.store(false, Relaxed);
     for expert in store.fetch(request(2, &[1, 2, 3, 4])) {
-        check_bytes(&checkpoint, 2, &expert.unwrap());
+        check_contents(&checkpoint, 2, &expert.unwrap());
     }
     assert_eq!(store.counters().over_budget, 0);
 }
@@ -291,7 +277,7 @@ fn a_demand_joins_a_guess_and_wrong_guesses_expire() {
     let arrivals = store.fetch(request(4, &[2, 9]));
     reader.held.store(false, Relaxed);
     for expert in arrivals {
-        check_bytes(&checkpoint, 4, &expert.unwrap());
+        check_contents(&checkpoint, 4, &expert.unwrap());
     }
     let counters = store.counters();
     assert_eq!((counters.joined, counters.misses), (1, 1));
@@ -316,7 +302,7 @@ fn a_guess_waits_for_a_buffer_that_nobody_needs() {
     reader.held.store(false, Relaxed);
     assert_eq!(arrivals.map(Result::unwrap).count(), 8);
     for expert in store.fetch(request(4, &[1, 9])) {
-        check_bytes(&checkpoint, 4, &expert.unwrap());
+        check_contents(&checkpoint, 4, &expert.unwrap());
     }
     let counters = store.counters();
     assert_eq!((counters.requested, counters.over_budget), (10, 0));

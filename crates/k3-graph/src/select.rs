@@ -11,12 +11,12 @@ pub trait Score: Copy + PartialOrd {
     fn is_finite(self) -> bool;
 
     /// The highest bits of an integer that is larger for larger finite values, and equal for `-0.0` and `+0.0`: below
-    /// [`BUCKETS`].
+    /// 2^13.
     fn bucket(self) -> usize;
 }
 
 /// What [`Score::bucket`] is below.
-pub const BUCKETS: usize = 1 << BUCKET_BITS;
+const BUCKETS: usize = 1 << BUCKET_BITS;
 /// Sign, exponent and some bits of the mantissa of an f32.
 const BUCKET_BITS: u32 = 13;
 

@@ -98,6 +98,7 @@ pub fn matmul_rows_with(
 
 /// An instruction set that the kernels are compiled for, narrow ones first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum InstructionSet {
     /// The target's baseline.
     Portable,

@@ -2,20 +2,8 @@
 
 use crate::Matrix;
 
-/// `y = W x` in f64. The weights are exact (see [`crate::Row::decode_f64`]).
-///
-/// # Panics
-/// If `x` is not `cols` long or `y` not `rows` long.
-pub fn matvec_f64(w: &Matrix, x: &[f64], y: &mut [f64]) {
-    assert_eq!((x.len(), y.len()), (w.cols(), w.rows()));
-    let mut row = vec![0.0; w.cols()];
-    for (r, y) in y.iter_mut().enumerate() {
-        w.row(r).decode_f64(&mut row);
-        *y = row.iter().zip(x).map(|(w, x)| w * x).sum();
-    }
-}
-
-/// `Y = X W^T` in f64: `x` is `[n, cols]`, `y` is `[n, rows]`, both row-major.
+/// `Y = X W^T` in f64: `x` is `[n, cols]`, `y` is `[n, rows]`, both row-major. The weights are exact (see
+/// [`crate::Row::decode_f64`]).
 ///
 /// # Panics
 /// If the lengths do not fit.

@@ -122,7 +122,7 @@ fn mxfp4_vectors() {
     assert_eq!(bits(&decode(&m)), bits(&f32s(&v["expected"])));
     let x: Vec<f64> = f32s(&v["x"]).iter().map(|&x| f64::from(x)).collect();
     let mut y = vec![0.0; 7];
-    reference::matvec_f64(&m, &x, &mut y);
+    reference::matmul_f64(&m, 1, &x, &mut y);
     for (y, expected) in y.iter().zip(f32s(&v["w_times_x"])) {
         assert_eq!(*y as f32, expected);
     }
@@ -168,7 +168,7 @@ fn int8_has_a_scale_a_row_in_either_type() {
     let narrow = Matrix::int8(2, 3, codes, Scales::Bf16(narrow)).unwrap();
     assert_eq!(decode(&narrow), [0.0, 0.5, 63.5, -256.0, -2.0, 4.0]);
     let mut y = [0.0; 2];
-    reference::matvec_f64(&narrow, &[1.0, 10.0, 100.0], &mut y);
+    reference::matmul_f64(&narrow, 1, &[1.0, 10.0, 100.0], &mut y);
     assert_eq!(y, [6355.0, 124.0]);
 }
 

@@ -1,21 +1,17 @@
 //! The vector loops: the same bits on every instruction set, and what plain f64 loops give.
 
+#[path = "support/lcg.rs"]
+mod lcg;
+
 use k3_quant::bf16;
 use k3_quant::cpu::InstructionSet;
 use k3_quant::cpu::vector::{DeltaToken, IndexHeads, VALUE_LANES, Vectors};
 
-/// Numbers in -0.5..0.5.
-struct Random(u64);
+use lcg::Lcg;
 
-impl Random {
-    fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 40) as f32 / (1 << 24) as f32 - 0.5
-    }
-
-    fn values(&mut self, n: usize, scale: f32) -> Vec<f32> {
-        (0..n).map(|_| self.next() * scale).collect()
-    }
+/// Numbers in -0.5..0.5, times `scale`.
+fn random(rng: &mut Lcg, n: usize, scale: f32) -> Vec<f32> {
+    (0..n).map(|_| 0.5 * rng.unit() * scale).collect()
 }
 
 /// What `run` gives on the portable loops, after a check that all instruction sets give the same bits.
@@ -54,13 +50,13 @@ const LENGTHS: [usize; 12] = [0, 1, 2, 7, 15, 16, 17, 31, 33, 64, 130, 1000];
 #[test]
 fn dots() {
     for n in LENGTHS {
-        let rng = &mut Random(n as u64);
-        let (a, b) = (rng.values(n, 1.0), rng.values(n, 1.0));
+        let rng = &mut Lcg(n as u64);
+        let (a, b) = (random(rng, n, 1.0), random(rng, n, 1.0));
         check(&on_all_sets(|v| vec![v.dot(&a, &b)]), &[plain_dot(&a, &b)], 1e-4);
         let sum = on_all_sets(|v| vec![v.square_sum(&a) as f32]);
         check(&sum, &[plain_dot(&a, &a)], 1e-7);
         for (m, rows) in [(1, 1), (1, 5), (4, 2), (5, 3), (9, 7)] {
-            let (x, y) = (rng.values(m * n, 1.0), rng.values(rows * n, 1.0));
+            let (x, y) = (random(rng, m * n, 1.0), random(rng, rows * n, 1.0));
             let y: Vec<&[f32]> = (0..rows).map(|i| &y[i * n..(i + 1) * n]).collect();
             let got = on_all_sets(|v| {
                 let mut out = vec![f32::NAN; m * rows];
@@ -82,9 +78,9 @@ fn dots() {
 fn sums_of_rows() {
     for n in LENGTHS {
         for (m, depth) in [(1, 1), (4, 3), (5, 64), (11, 2)] {
-            let rng = &mut Random(n as u64);
+            let rng = &mut Lcg(n as u64);
             let (a, b, start) =
-                (rng.values(m * depth, 1.0), rng.values(depth * n, 1.0), rng.values(m * n, 1.0));
+                (random(rng, m * depth, 1.0), random(rng, depth * n, 1.0), random(rng, m * n, 1.0));
             let rows: Vec<&[f32]> = (0..depth).map(|k| &b[k * n..(k + 1) * n]).collect();
             let got = on_all_sets(|v| {
                 let mut out = start.clone();
@@ -98,8 +94,8 @@ fn sums_of_rows() {
                 assert_eq!(got.to_bits(), want.to_bits());
             }
         }
-        let rng = &mut Random(n as u64);
-        let (x, y) = (rng.values(n, 1.0), rng.values(n, 1.0));
+        let rng = &mut Lcg(n as u64);
+        let (x, y) = (random(rng, n, 1.0), random(rng, n, 1.0));
         let changed = |change: fn(Vectors, &[f32], &mut [f32])| {
             on_all_sets(|v| {
                 let mut y = y.clone();
@@ -203,7 +199,7 @@ fn situ_glu() {
 #[test]
 fn softmaxes() {
     for n in LENGTHS.into_iter().skip(1) {
-        let x = Random(n as u64).values(n, 30.0);
+        let x = random(&mut Lcg(n as u64), n, 30.0);
         let got = on_all_sets(|v| {
             let mut x = x.clone();
             v.softmax(&mut x);
@@ -277,10 +273,10 @@ fn index_score(q: &[f32], weights: &[f32], key: &[f32]) -> f32 {
 fn scores_of_an_indexer() {
     for (heads, dim) in [(1, 1), (4, 32), (5, 33), (32, 128), (3, 70), (16, 31), (17, 8), (33, 64), (64, 128)]
     {
-        let rng = &mut Random(dim as u64);
-        let (q, weights) = (rng.values(heads * dim, 1.0), rng.values(heads, 1.0));
+        let rng = &mut Lcg(dim as u64);
+        let (q, weights) = (random(rng, heads * dim, 1.0), random(rng, heads, 1.0));
         let n = 23;
-        let keys = rng.values(n * dim, 1.0);
+        let keys = random(rng, n * dim, 1.0);
         let index_heads = IndexHeads::new(dim, &q, &weights);
         let got = on_all_sets(|v| {
             let mut out = vec![f32::NAN; n];
@@ -323,12 +319,12 @@ fn scores_of_an_indexer() {
 #[test]
 fn delta_rules() {
     for (keys, values) in [(1, 1), (3, 32), (4, 5), (33, 31), (128, 32)] {
-        let rng = &mut Random(keys as u64);
+        let rng = &mut Lcg(keys as u64);
         let state: Vec<f32> = (0..keys * VALUE_LANES)
-            .map(|i| if i % VALUE_LANES < values { rng.next() } else { 0.0 })
+            .map(|i| if i % VALUE_LANES < values { 0.5 * rng.unit() } else { 0.0 })
             .collect();
-        let alpha: Vec<f32> = rng.values(keys, 0.9).iter().map(|a| a.abs()).collect();
-        let (k, q, v) = (rng.values(keys, 0.3), rng.values(keys, 0.3), rng.values(values, 2.0));
+        let alpha: Vec<f32> = random(rng, keys, 0.9).iter().map(|a| a.abs()).collect();
+        let (k, q, v) = (random(rng, keys, 0.3), random(rng, keys, 0.3), random(rng, values, 2.0));
         let token = DeltaToken { alpha: &alpha, k: &k, q: &q, beta: 0.7, v: &v };
         let got = on_all_sets(|vectors| {
             let (mut state, mut out) = (state.clone(), vec![f32::NAN; values]);

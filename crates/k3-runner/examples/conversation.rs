@@ -1,5 +1,4 @@
-//! Encodes a conversation and reads a reply, without a model:
-//! `cargo run --release -p k3-runner --example conversation -- fixtures/nano`
+//! Encodes a request and reads a reply: `cargo run --release -p k3-runner --example conversation -- fixtures/nano`
 
 use std::error::Error;
 

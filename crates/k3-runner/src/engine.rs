@@ -30,7 +30,7 @@ pub struct EngineOptions {
     pub chunk_tokens: Option<usize>,
 }
 
-/// [`EngineOptions::activation_bytes`]: a prompt of 2,048 tokens is one chunk in the released models.
+/// [`EngineOptions::activation_bytes`]: a prompt of up to 3,266 tokens is one chunk in the released models.
 const ACTIVATION_BYTES: u64 = 2 << 30;
 
 impl Default for EngineOptions {

@@ -12,7 +12,7 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use super::limits::Limits;
 
-/// The released sizes (`docs/checkpoint.md` 3).
+/// The released sizes (`docs/checkpoint.md` 9).
 const CONFIG: IndexerConfig = IndexerConfig { n_heads: 32, head_dim: 128, topk: 2048 };
 /// Of what is not measured.
 const MLA: MlaConfig = MlaConfig {

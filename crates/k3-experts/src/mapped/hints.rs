@@ -34,8 +34,10 @@ impl Hints {
 
     /// Of the experts of a fetch, those to be hinted.
     pub(super) fn of(&self, layer: usize, ids: &[ExpertId]) -> Vec<bool> {
+        // A file is read for it: before the lock, which other fetches wait for.
+        let faults = (self.faults)();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        match (self.faults)() {
+        match faults {
             Some(faults) if faults == state.faults => state.wary = state.wary.saturating_sub(1),
             faults => (state.faults, state.wary) = (faults.unwrap_or(0), WARY),
         }

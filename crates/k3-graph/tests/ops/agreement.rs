@@ -6,8 +6,8 @@ use k3_graph::device::{Conv, ExpertUse, IndexQuery, KdaStep, MlaAttend, RouterRu
 use k3_graph::{Cpu, Device, Reference, Selected, Selection};
 use k3_quant::WeightFormat::{self, Bf16, F32, Int4, Int8, Mxfp4, Nvfp4};
 
-use crate::CPU_BOUND;
 use crate::support::{Lcg, assert_close, bits, cpu, random_matrix};
+use crate::{CPU_BOUND, NARROW_MLA};
 
 /// Runs one operation on both devices and compares. How the host device shares it among threads changes no bit.
 macro_rules! agree {
@@ -392,14 +392,7 @@ fn selected<D: Device>(d: &D, heads: usize, dim: usize, calls: &[usize]) -> Vec<
 /// Scores over several calls and then the keys; the selections.
 fn index_both<D: Device>(d: &D, heads: usize, dim: usize, calls: &[usize]) -> (Vec<f32>, Vec<Selected>) {
     let rng = &mut Lcg::new(15);
-    let mla = MlaConfig {
-        num_heads: 1,
-        q_lora_rank: 1,
-        kv_lora_rank: 2,
-        qk_nope_head_dim: 1,
-        qk_rope_head_dim: 1,
-        v_head_dim: 1,
-    };
+    let mla = MlaConfig { kv_lora_rank: 2, ..NARROW_MLA };
     let config = IndexerConfig { n_heads: heads, head_dim: dim, topk: 10 };
     let (gain, bias, latent_gain) =
         (vector(d, rng, dim, 1.0), vector(d, rng, dim, 0.3), vector(d, rng, 2, 1.0));

@@ -1,19 +1,11 @@
 //! Selections that go by scores in 8 bits first are those by the f32 scores of all keys.
 
-use k3_format::{IndexerConfig, MlaConfig};
+use k3_format::IndexerConfig;
 use k3_graph::device::{IndexQuery, SequenceRows, StateTensor, StateValues};
 use k3_graph::{Cpu, Device, IndexFilter, Selected};
 
+use crate::NARROW_MLA;
 use crate::support::Lcg;
-
-const MLA: MlaConfig = MlaConfig {
-    num_heads: 1,
-    q_lora_rank: 1,
-    kv_lora_rank: 1,
-    qk_nope_head_dim: 1,
-    qk_rope_head_dim: 1,
-    v_head_dim: 1,
-};
 
 /// Keys of some sequences and queries of the last tokens of each.
 struct Case {
@@ -69,7 +61,7 @@ impl Case {
                     part("extra_key", 1, vec![0.0; tokens]),
                     part("index_key", dim, keys.clone()),
                 ];
-                device.import_mla(&MLA, Some(&self.config), tokens, &parts).unwrap()
+                device.import_mla(&NARROW_MLA, Some(&self.config), tokens, &parts).unwrap()
             })
             .collect();
         let mut first = 0;
