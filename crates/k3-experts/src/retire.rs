@@ -65,3 +65,30 @@ impl<T> fmt::Debug for Retirement<T> {
         f.debug_struct("Retirement").field("len", &self.len()).finish()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    use super::*;
+
+    #[test]
+    fn what_is_still_read_is_not_given_back_at_the_end() {
+        let item = Arc::new(());
+        let asked = Arc::new(AtomicUsize::new(0));
+        let mut retirement = Retirement::default();
+        for is_complete in [true, false, true] {
+            let asked = asked.clone();
+            let after = move || {
+                asked.fetch_add(1, Relaxed);
+                is_complete
+            };
+            retirement.push(item.clone(), Box::new(after));
+        }
+        drop(retirement);
+        assert_eq!(asked.load(Relaxed), 3);
+        // Ours, and that of the work that has not ended.
+        assert_eq!(Arc::strong_count(&item), 2);
+    }
+}

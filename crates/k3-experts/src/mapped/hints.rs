@@ -1,7 +1,7 @@
 //! Which experts the kernel is told of.
 //!
-//! A hint looks at every page of an expert. Where all of them are in memory that is a tenth of the time that reading them
-//! takes, and for nothing; where they are not, reading without one is several times slower.
+//! A hint looks at every page of an expert. Where all of them are in memory that is a sixth of the time that reading them
+//! takes (`docs/expert-store.md` 5), and for nothing; where they are not, reading without one is several times slower.
 
 use std::collections::HashSet;
 use std::fs;

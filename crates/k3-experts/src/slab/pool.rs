@@ -250,13 +250,14 @@ fn next_wanted(parked: &mut VecDeque<Arc<Ticket>>) -> Option<Arc<Ticket>> {
 mod tests {
     use std::io;
     use std::path::PathBuf;
-    use std::sync::mpsc::channel;
+    use std::sync::mpsc::{Sender, channel};
 
     use super::super::drives::Urgency;
     use super::super::place::{Place, Segment};
     use super::super::reader::Reader;
-    use super::super::ticket::{Key, Waiter};
+    use super::super::ticket::{Delivery, Key, Waiter};
     use super::*;
+    use crate::ExpertId;
 
     #[derive(Debug)]
     struct Nothing;
@@ -270,17 +271,43 @@ mod tests {
         }
     }
 
+    /// A read of one byte that somebody waits for.
+    fn wanted(id: ExpertId, sender: Sender<Delivery>) -> Arc<Ticket> {
+        let segment = Segment { shard: 0, offset: 0, len: 1, needed: 1 };
+        let place = Place { segments: vec![segment], parts: std::array::from_fn(|_| 0..0) };
+        let ticket = Arc::new(Ticket::new(Key { layer: 1, id }, place, true, (1, 1), Urgency::Demand));
+        ticket.join(Waiter { id, sender, abandoned: Arc::default() });
+        ticket
+    }
+
+    /// To free it and make another for the next read would be work for nothing, and there would be no fewer of them.
+    #[test]
+    fn a_buffer_beyond_the_budget_goes_to_the_read_that_waits() {
+        let drives = Arc::new(Drives::new(Arc::new(Nothing), 1, &[], 1));
+        let pool = Pool::new(1, 1, 1, drives);
+        let (sender, _receiver) = channel();
+        let tickets = [2, 3, 4].map(|id| wanted(id, sender.clone()));
+        tickets.iter().for_each(|ticket| pool.request(ticket.clone()));
+        // The caller keeps the only buffer, and gets one more.
+        pool.ended();
+        assert!(pool.relieve().is_none());
+        assert_eq!((pool.allocated(), pool.over_budget(), pool.has_parked()), (2, 1, true));
+        pool.ended();
+        pool.give(BytesMut::zeroed(1));
+        assert_eq!((pool.allocated(), pool.over_budget(), pool.has_parked()), (2, 1, false));
+        // Nobody waits for the next.
+        pool.ended();
+        pool.give(BytesMut::zeroed(1));
+        assert_eq!((pool.allocated(), pool.is_idle()), (1, true));
+    }
+
     /// Only who holds the store can take its expert out of the tables: the next to ask for it would wait for ever.
     #[test]
     fn a_read_without_memory_is_given_back_to_be_ended() {
         let drives = Arc::new(Drives::new(Arc::new(Nothing), 1, &[], 1));
         let pool = Pool::new(1, isize::MAX as usize, 1, drives);
-        let segment = Segment { shard: 0, offset: 0, len: 1, needed: 1 };
-        let place = Place { segments: vec![segment], parts: std::array::from_fn(|_| 0..0) };
-        let key = Key { layer: 1, id: 2 };
-        let ticket = Arc::new(Ticket::new(key, place, true, (1, 1), Urgency::Demand));
         let (sender, receiver) = channel();
-        ticket.join(Waiter { id: 2, sender, abandoned: Arc::default() });
+        let ticket = wanted(2, sender);
         pool.request(ticket.clone());
         let (found, error) = pool.relieve().unwrap();
         assert!(Arc::ptr_eq(&found, &ticket) && matches!(error, SlotReadError::NoMemory { .. }), "{error}");

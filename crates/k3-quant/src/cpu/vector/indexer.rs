@@ -36,11 +36,6 @@ impl IndexHeads {
         padded.as_flattened_mut()[..weights.len()].copy_from_slice(weights);
         Self { dim, q: lanes, weights: padded, heads: weights.len() }
     }
-
-    /// Products of a score.
-    pub fn products(&self) -> usize {
-        self.heads * self.dim
-    }
 }
 
 #[inline(always)]
