@@ -102,7 +102,7 @@ pub(super) fn short_conv(
         .collect();
     let tiles = states.iter().zip(&inputs).flat_map(|(s, inputs)| {
         let outputs = take_rows(&mut outputs, s.rows.clone());
-        Strips::new(outputs, CHANNELS).map(move |(channels, outputs)| (inputs, channels, outputs))
+        Strips::new(outputs, |_| CHANNELS).map(move |(channels, outputs)| (inputs, channels, outputs))
     });
     let nanoseconds = x.values().len() * CONV_NANOSECONDS;
     device.threads.share_with(nanoseconds, tiles, Vec::new, |columns, (inputs, channels, outputs)| {
@@ -130,7 +130,9 @@ pub(super) fn step(device: &Cpu, args: &KdaStep<'_, Cpu>, states: &mut [Sequence
         let outputs = take_rows(&mut outputs, s.rows.clone());
         let first = s.rows.start;
         let heads = s.state.s.chunks_exact_mut(head_len(dim)).enumerate();
-        heads.zip(Strips::new(outputs, dim)).map(move |((h, state), (_, out))| (first, h, state, out))
+        heads
+            .zip(Strips::new(outputs, move |_| dim))
+            .map(move |((h, state), (_, out))| (first, h, state, out))
     });
     let nanoseconds = args.q.len() * heads * dim * dim / ELEMENTS;
     let own = || Tokens::new(dim);

@@ -243,7 +243,7 @@ impl Step<'_> {
             self.task(&queries, buffers, task);
         });
 
-        let strips = Strips::new(outputs.iter_mut().map(|out| &mut **out), c.v_head_dim);
+        let strips = Strips::new(outputs.iter_mut().map(|out| &mut **out), |_| c.v_head_dim);
         let tiles = latents.chunks_exact(n * rank).enumerate().zip(strips);
         self.device.threads.share_with(
             weights * c.v_head_dim,

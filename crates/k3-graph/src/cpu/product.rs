@@ -21,8 +21,13 @@ const PRODUCTS: usize = 50;
 const PREPARATION: usize = 1000;
 /// Weight rows of a tile are a multiple of this, for the blocks of the kernels.
 const ROWS: usize = 32;
-/// The most of them.
+/// The most of them, with many rows of activations: their products are put in order from the second-level cache.
 const MOST_ROWS: usize = 512;
+/// Rows of activations up to which reading weights takes longer than anything else. Each tile begins with some that come
+/// late, so tiles are large then,
+const READING: usize = 4;
+/// as long as there are so many of them left for each thread, and smaller towards the end.
+const PORTIONS: usize = 4;
 /// Rows of experts that are worked on together, at most: their inner values are in memory at once. With more, an expert is
 /// the work of one thread where there are enough of them.
 const MANY_USES: usize = 256;
@@ -32,10 +37,16 @@ fn nanoseconds(weight: &Matrix, n: usize) -> usize {
     weight.size_bytes() / BYTES + weight.rows() * weight.cols() * n / PRODUCTS
 }
 
-/// Weight rows of a tile.
-fn tile_rows(weight: &Matrix, n: usize) -> usize {
-    let a_row = nanoseconds(weight, n) / weight.rows().max(1);
-    (TILE / a_row.max(1)).next_multiple_of(ROWS).clamp(ROWS, MOST_ROWS)
+/// Of weight rows that are left, those of the next tile, where `behind` nanoseconds of work are left behind them.
+fn tile_rows(threads: usize, weight: &Matrix, n: usize, behind: usize) -> impl Fn(usize) -> usize + use<> {
+    let a_row = (nanoseconds(weight, n) / weight.rows().max(1)).max(1);
+    move |left| {
+        if n > READING {
+            return (TILE / a_row).next_multiple_of(ROWS).clamp(ROWS, MOST_ROWS);
+        }
+        let portion = (left * a_row + behind) / (PORTIONS * threads);
+        (portion.max(TILE) / a_row).next_multiple_of(ROWS).max(ROWS)
+    }
 }
 
 /// `Y = X W^T`
@@ -44,7 +55,7 @@ pub(super) fn linear(threads: &Threads, mode: Mode, weight: &Matrix, x: &Rows) -
     let mut y = Rows::zeros(n, weight.rows());
     if n > 0 {
         let x = x.prepared(mode, weight.format());
-        let tiles = Strips::new(y.rows_mut(), tile_rows(weight, n));
+        let tiles = Strips::new(y.rows_mut(), tile_rows(threads.count(), weight, n, 0));
         threads.share_with(nanoseconds(weight, n), tiles, Vec::new, |buffer, (rows, y)| {
             product(weight, rows, &x, buffer, y);
         });
@@ -142,14 +153,17 @@ pub(super) fn experts(
 
 /// Some experts as tiles of weight rows: first the inner values of all of them, then their outputs.
 fn together(threads: &Threads, vectors: Vectors, mode: Mode, jobs: Vec<Job<'_>>, z: &Rows, caps: SituCaps) {
-    let total = jobs.iter().map(Job::inner_nanoseconds).sum();
+    let (total, behind) = left_behind(jobs.iter().map(Job::inner_nanoseconds));
     let inputs: Vec<Inputs<'_>> = jobs.iter().map(|job| Inputs::new(mode, job.expert, z, job.uses)).collect();
     let mut inners: Vec<Rows> =
         jobs.iter().map(|job| Rows::zeros(job.uses.len(), job.expert.w1.rows())).collect();
-    let tiles = jobs.iter().zip(&inputs).zip(&mut inners).flat_map(|((job, x), inner)| {
-        let strips = Strips::new(inner.rows_mut(), tile_rows(&job.expert.w1, 2 * job.uses.len()));
-        strips.map(move |(rows, inner)| (job.expert, x, rows, inner))
-    });
+    let tiles =
+        jobs.iter().zip(&inputs).zip(&mut inners).zip(behind).flat_map(|(((job, x), inner), behind)| {
+            // Rows of `w3` take as long.
+            let rows = tile_rows(threads.count(), &job.expert.w1, job.uses.len(), behind / 2);
+            let strips = Strips::new(inner.rows_mut(), rows);
+            strips.map(move |(rows, inner)| (job.expert, x, rows, inner))
+        });
     threads.share_with(total, tiles, Buffers::default, |buffers, (expert, x, rows, inner)| {
         gate_up(vectors, expert, rows, x, caps, buffers, inner);
     });
@@ -160,14 +174,30 @@ fn together(threads: &Threads, vectors: Vectors, mode: Mode, jobs: Vec<Job<'_>>,
     threads.share(values * PREPARATION / 1000, each, |(job, inner)| {
         inner.prepared(mode, job.expert.w2.format());
     });
-    let total = jobs.iter().map(Job::outer_nanoseconds).sum();
-    let tiles = jobs.into_iter().zip(&inners).flat_map(|(job, inner)| {
-        let strips = Strips::new(job.out, tile_rows(&job.expert.w2, job.uses.len()));
+    let (total, behind) = left_behind(jobs.iter().map(Job::outer_nanoseconds));
+    let tiles = jobs.into_iter().zip(&inners).zip(behind).flat_map(|((job, inner), behind)| {
+        let rows = tile_rows(threads.count(), &job.expert.w2, job.uses.len(), behind);
+        let strips = Strips::new(job.out, rows);
         strips.map(move |(rows, out)| (&job.expert.w2, inner, rows, out))
     });
     threads.share_with(total, tiles, Vec::new, |buffer, (w2, inner, rows, out)| {
         product(w2, rows, &inner.prepared(mode, w2.format()), buffer, out);
     });
+}
+
+/// The sum of all, and behind each of them what is left.
+fn left_behind(nanoseconds: impl Iterator<Item = usize> + Clone) -> (usize, Vec<usize>) {
+    let total = nanoseconds.clone().sum();
+    let mut left = total;
+    (
+        total,
+        nanoseconds
+            .map(|each| {
+                left -= each;
+                left
+            })
+            .collect(),
+    )
 }
 
 /// The experts, each with the rows of `out` that it is to fill.

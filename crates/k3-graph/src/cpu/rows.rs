@@ -135,27 +135,28 @@ impl Rows {
 }
 
 /// Strips of columns of some rows, from left to right: the columns, and their part of every row.
-pub(super) struct Strips<'a> {
+pub(super) struct Strips<'a, W> {
     rows: Vec<&'a mut [f32]>,
-    strip: usize,
+    width: W,
     first: usize,
 }
 
-impl<'a> Strips<'a> {
-    /// Of rows of one width.
-    pub(super) fn new(rows: impl IntoIterator<Item = &'a mut [f32]>, strip: usize) -> Self {
-        Self { rows: rows.into_iter().collect(), strip, first: 0 }
+impl<'a, W: Fn(usize) -> usize> Strips<'a, W> {
+    /// Of rows of one width. `width` says of how many columns that are left the next strip has how many; not zero.
+    pub(super) fn new(rows: impl IntoIterator<Item = &'a mut [f32]>, width: W) -> Self {
+        Self { rows: rows.into_iter().collect(), width, first: 0 }
     }
 }
 
-impl<'a> Iterator for Strips<'a> {
+impl<'a, W: Fn(usize) -> usize> Iterator for Strips<'a, W> {
     type Item = (Range<usize>, Vec<&'a mut [f32]>);
 
     fn next(&mut self) -> Option<Self::Item> {
-        let width = self.strip.min(self.rows.first()?.len());
-        if width == 0 {
+        let left = self.rows.first()?.len();
+        if left == 0 {
             return None;
         }
+        let width = (self.width)(left).min(left);
         let parts = self.rows.iter_mut().filter_map(|row| row.split_off_mut(..width)).collect();
         let columns = self.first..self.first + width;
         self.first = columns.end;

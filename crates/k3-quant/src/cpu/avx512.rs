@@ -52,6 +52,33 @@ fn tree_sum(v: __m512) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
 }
 
+/// [`tree_sum`] of 4 rows of lanes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn four_sums([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+    let (ab, cd) = (halves(a, b), halves(c, d));
+    // Four lanes of each row, in the order of rows.
+    let v = _mm512_add_ps(
+        _mm512_shuffle_f32x4::<0b10_00_10_00>(ab, cd),
+        _mm512_shuffle_f32x4::<0b11_01_11_01>(ab, cd),
+    );
+    let v = _mm512_add_ps(v, _mm512_permute_ps::<0b01_00_11_10>(v));
+    let v = _mm512_add_ps(v, _mm512_permute_ps::<0b10_11_00_01>(v));
+    // The first element of each 128 bits.
+    let sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, v));
+    let mut out = [0.0; 4];
+    // SAFETY: four floats are there to be written; the store asks for no alignment.
+    unsafe { _mm_storeu_ps(out.as_mut_ptr(), sums) };
+    out
+}
+
+/// Of two rows the lanes 0..8, each added to the one 8 further: those of `a`, those of `b`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn halves(a: __m512, b: __m512) -> __m512 {
+    _mm512_add_ps(_mm512_shuffle_f32x4::<0b01_00_01_00>(a, b), _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b))
+}
+
 /// [`tree_sum`] of 16 rows of lanes at a time: a tree of 15 additions, in which each level holds twice as many rows in a
 /// register.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -61,12 +88,7 @@ fn sum(lanes: &[Lanes], out: &mut [f32]) {
     // After the last level row `i` is element `i / 4` of the 128 bits `i % 4`.
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (rows, sums) in rows.iter().zip(sums) {
-        let eight = |i: usize| {
-            let (a, b) = (load(&rows[i]), load(&rows[i + 1]));
-            let (low, high) =
-                (_mm512_shuffle_f32x4::<0b01_00_01_00>(a, b), _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b));
-            _mm512_add_ps(low, high)
-        };
+        let eight = |i: usize| halves(load(&rows[i]), load(&rows[i + 1]));
         let four = |i: usize| {
             let (a, b) = (eight(i), eight(i + 2));
             let (low, high) =

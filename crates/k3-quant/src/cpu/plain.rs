@@ -1,11 +1,13 @@
 //! The loops that define the results, written so that compilers turn them into vector code.
 
+use std::ops::Range;
+
 use half::bf16;
 
-use super::activations::{Ints, Lanes, Unit};
-use super::product::{FOLDED, Kernel, scaled_exact};
+use super::activations::{Blocked, Ints, Lanes, Unit};
+use super::product::{FOLDED, Kernel, rescale_exact, scale_rows};
 use super::{LANES, STEP};
-use crate::{E2M1, E4M3, E8M0, INT4_GROUP, Matrix, Row, WeightFormat, int4_value};
+use crate::{E2M1, E4M3, E8M0, INT4_GROUP, Matrix, MatrixData, Row, WeightFormat, int4_value};
 
 /// Products in [`super::Mode::Exact`].
 pub(super) struct Exact;
@@ -14,13 +16,9 @@ impl Kernel for Exact {
     type X = Lanes;
     type W = Lanes;
     const DIRECT: usize = 0;
+    const MANY: usize = 0;
 
-    fn direct(
-        _: &Matrix,
-        _: std::ops::Range<usize>,
-        _: &super::activations::Blocked<Lanes>,
-        _: &mut [f32],
-    ) -> bool {
+    fn direct(_: &Matrix, _: Range<usize>, _: usize, _: &Blocked<Lanes>, _: &mut [f32]) -> bool {
         false
     }
     fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Lanes]) {
@@ -29,13 +27,13 @@ impl Kernel for Exact {
     fn multiply(_: WeightFormat, width: usize, w: &[Lanes], x: &[Lanes], lanes: &mut [Lanes]) {
         multiply(width, w, x, lanes);
     }
-    fn scaled(row: Row<'_>, sum: f32) -> f32 {
-        scaled_exact(row, sum)
+    fn rescale(w: &Matrix, rows: Range<usize>, out: &mut [f32]) {
+        rescale_exact(w, rows, out);
     }
 }
 
 /// The weights of block `block` of a row, as exact as f32 can hold them, in the order of their activations. They lack what
-/// [`scaled_exact`] multiplies sums by.
+/// [`rescale_exact`] multiplies sums by.
 #[inline(always)]
 fn decode(row: Row<'_>, block: usize, out: &mut [Lanes]) {
     let first = block * Lanes::BLOCK / 2;
@@ -189,7 +187,7 @@ macro_rules! scale_table {
 
 /// A block scale of MXFP4, less [`FOLDED`].
 #[inline(always)]
-pub(super) fn folded_scale(scale: E8M0) -> f32 {
+fn folded_scale(scale: E8M0) -> f32 {
     scale_table!(E8M0, FOLDED)[usize::from(scale.0)]
 }
 
@@ -229,13 +227,9 @@ impl Kernel for Int8 {
     type X = Ints;
     type W = Codes;
     const DIRECT: usize = 0;
+    const MANY: usize = 0;
 
-    fn direct(
-        _: &Matrix,
-        _: std::ops::Range<usize>,
-        _: &super::activations::Blocked<Ints>,
-        _: &mut [f32],
-    ) -> bool {
+    fn direct(_: &Matrix, _: Range<usize>, _: usize, _: &Blocked<Ints>, _: &mut [f32]) -> bool {
         false
     }
     fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Codes]) {
@@ -244,8 +238,8 @@ impl Kernel for Int8 {
     fn multiply(_: WeightFormat, width: usize, w: &[Codes], x: &[Ints], lanes: &mut [Lanes]) {
         multiply_ints(width, w, x, lanes);
     }
-    fn scaled(row: Row<'_>, sum: f32) -> f32 {
-        scaled_ints(row, sum)
+    fn rescale(w: &Matrix, rows: Range<usize>, out: &mut [f32]) {
+        rescale_ints(w, rows, out);
     }
 }
 
@@ -258,15 +252,16 @@ const E4M3_FOLDED: f32 = 256.0;
 /// E2M1 codes are doubled to be integers, and raised by 12.
 pub(super) const RAISED_E2M1: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 
-/// A finished sum of integer products times what the row has in common.
-#[inline]
-pub(super) fn scaled_ints(row: Row<'_>, sum: f32) -> f32 {
-    match row {
-        Row::Mxfp4 { .. } => sum * (E8M0_FOLDED / 2.0),
-        Row::Nvfp4 { global, .. } => global.apply(sum * (E4M3_FOLDED / 2.0)),
-        Row::Int8 { scale, .. } => sum * scale,
+/// [`Kernel::rescale`] of integer products.
+pub(super) fn rescale_ints(w: &Matrix, rows: Range<usize>, out: &mut [f32]) {
+    match w.data() {
+        MatrixData::Mxfp4 { .. } => out.iter_mut().for_each(|y| *y *= E8M0_FOLDED / 2.0),
+        MatrixData::Nvfp4 { global, .. } => {
+            out.iter_mut().for_each(|y| *y = global.apply(*y * (E4M3_FOLDED / 2.0)));
+        }
+        MatrixData::Int8 { scale, .. } => scale_rows(scale, rows, out),
         // The first two are never asked for: they have no integers.
-        Row::F32(_) | Row::Bf16(_) | Row::Int4 { .. } => sum,
+        MatrixData::F32(_) | MatrixData::Bf16(_) | MatrixData::Int4 { .. } => {}
     }
 }
 

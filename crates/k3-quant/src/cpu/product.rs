@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use super::activations::{Blocked, Lanes, Unit};
 use super::tree::tree_sum;
-use crate::{Matrix, Row, WeightFormat};
+use crate::{Matrix, MatrixData, Scales, WeightFormat};
 
 /// Weight rows that meet the same blocks of activations: those of [`TOKENS`] rows stay in the second-level cache, with all
 /// partial sums.
 const ROWS: usize = 32;
 /// Weight rows whose blocks are decoded together: they stay in the first-level cache.
 const PANEL: usize = 8;
-/// Weight rows that [`Kernel::direct`] is called for.
+/// [`Kernel::direct`] is called for a multiple of so many weight rows.
 const FEW: usize = 8;
 /// Rows of activations that meet a decoded block.
 const TOKENS: usize = 96;
@@ -24,10 +24,13 @@ pub(super) trait Kernel {
     type W: Unit;
     /// Rows of activations up to which weights go to registers from their stored form.
     const DIRECT: usize;
+    /// The most weight rows that [`Self::direct`] is called for, which are a multiple of [`FEW`].
+    const MANY: usize;
 
-    /// The unscaled products of 8 `rows` with all of `x`, of which there are at most [`Self::DIRECT`] rows: `out` is
-    /// `[8, n]`. False if a row has scales that only [`Self::decode`] can read.
-    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Self::X>, out: &mut [f32]) -> bool;
+    /// The unscaled products of `rows` with all of `x`, of which there are at most [`Self::DIRECT`] rows: `out` is
+    /// `[rows, n]`. False if a row has scales that only [`Self::decode`] can read.
+    /// Rows before `end` are asked for ahead.
+    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Self::X>, out: &mut [f32]) -> bool;
 
     /// Block `block` of a row.
     fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Self::W]);
@@ -40,8 +43,8 @@ pub(super) trait Kernel {
         out.iter_mut().zip(lanes).for_each(|(out, lanes)| *out = tree_sum(lanes.0));
     }
 
-    /// A finished sum times what the whole row has in common.
-    fn scaled(row: Row<'_>, sum: f32) -> f32;
+    /// Multiplies the finished sums of `rows` by what their whole row has in common: `out` is `[rows, n]`.
+    fn rescale(w: &Matrix, rows: Range<usize>, out: &mut [f32]);
 }
 
 /// `out = W[rows] X^T`, `[rows.len(), n]`.
@@ -51,18 +54,24 @@ pub(super) fn product<K: Kernel>(w: &Matrix, rows: Range<usize>, x: &Blocked<K::
         return;
     }
     let mut buffers = Buffers { panel: Vec::new(), lanes: Vec::new(), sums: Vec::new() };
-    let group = if n <= K::DIRECT { FEW } else { ROWS };
-    for (first, out) in rows.step_by(group).zip(out.chunks_mut(group * n)) {
-        let rows = first..first + out.len() / n;
-        if n > K::DIRECT || rows.len() < FEW || !K::direct(w, rows.clone(), x, out) {
+    let direct = n <= K::DIRECT;
+    #[cfg(target_arch = "x86_64")]
+    if direct {
+        super::prefetch::fetch_first(w, rows.clone());
+    }
+    let (mut first, end, mut rest) = (rows.start, rows.end, out);
+    while first < end {
+        let left = end - first;
+        let count = if direct && left >= FEW { K::MANY.min(left / FEW * FEW) } else { ROWS.min(left) };
+        let (out, behind) = rest.split_at_mut(count * n);
+        let rows = first..first + count;
+        if !direct || count < FEW || !K::direct(w, rows.clone(), end, x, out) {
             for token in (0..n).step_by(TOKENS) {
                 buffers.product::<K>(w, rows.clone(), x, token..n.min(token + TOKENS), out);
             }
         }
-        for (r, out) in rows.zip(out.chunks_exact_mut(n)) {
-            let row = w.row(r);
-            out.iter_mut().for_each(|y| *y = K::scaled(row, *y));
-        }
+        K::rescale(w, rows, out);
+        (first, rest) = (first + count, behind);
     }
 }
 
@@ -106,14 +115,22 @@ impl<W: Unit> Buffers<W> {
     }
 }
 
-/// [`Kernel::scaled`] of exact products.
-#[inline]
-pub(super) fn scaled_exact(row: Row<'_>, sum: f32) -> f32 {
-    match row {
-        Row::F32(_) | Row::Bf16(_) => sum,
-        Row::Mxfp4 { .. } | Row::Int4 { .. } => sum * FOLDED,
-        Row::Nvfp4 { global, .. } => global.apply(sum),
-        Row::Int8 { scale, .. } => sum * scale,
+/// [`Kernel::rescale`] of exact products.
+pub(super) fn rescale_exact(w: &Matrix, rows: Range<usize>, out: &mut [f32]) {
+    match w.data() {
+        MatrixData::F32(_) | MatrixData::Bf16(_) => {}
+        MatrixData::Mxfp4 { .. } | MatrixData::Int4 { .. } => out.iter_mut().for_each(|y| *y *= FOLDED),
+        MatrixData::Nvfp4 { global, .. } => out.iter_mut().for_each(|y| *y = global.apply(*y)),
+        MatrixData::Int8 { scale, .. } => scale_rows(scale, rows, out),
+    }
+}
+
+/// Multiplies each of `rows` by its scale.
+pub(super) fn scale_rows(scale: &Scales, rows: Range<usize>, out: &mut [f32]) {
+    let n = out.len() / rows.len().max(1);
+    for (r, out) in rows.zip(out.chunks_exact_mut(n.max(1))) {
+        let scale = scale.row(r, 1).get(0);
+        out.iter_mut().for_each(|y| *y *= scale);
     }
 }
 

@@ -5,13 +5,13 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::plain::{folded_scale, fp8_value};
+use super::plain::fp8_value;
 use super::{DIRECT, GROUP, LANES, Pair, load, store, table, tree_sum};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
 use crate::cpu::prefetch::{SHORT_ROW, fetch, fetch_scales, rows_ahead};
-use crate::cpu::product::{FOLDED, Kernel, scaled_exact};
-use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Row, Scales, WeightFormat, int4_value};
+use crate::cpu::product::{FOLDED, Kernel, rescale_exact};
+use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Scales, WeightFormat, int4_value};
 
 /// Exact products. Named only where AVX2 and FMA have been found.
 pub(in crate::cpu) struct Exact;
@@ -20,21 +20,22 @@ impl Kernel for Exact {
     type X = Lanes;
     type W = Lanes;
     const DIRECT: usize = DIRECT;
+    const MANY: usize = 64;
 
-    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
+    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
         // SAFETY: this type is named only where AVX2 and FMA have been found.
         unsafe {
             // The lookups of nibbles need registers of their own.
             let nibbles =
                 matches!(w.format(), WeightFormat::Mxfp4 | WeightFormat::Nvfp4 | WeightFormat::Int4);
             match x.n {
-                1 if nibbles => direct::<2, 1>(w, rows, x, out),
-                1 => direct::<4, 1>(w, rows, x, out),
-                2 if nibbles => direct::<1, 2>(w, rows, x, out),
-                2 => direct::<2, 2>(w, rows, x, out),
-                3 if nibbles => direct::<1, 3>(w, rows, x, out),
-                3 => direct::<2, 3>(w, rows, x, out),
-                _ => direct::<1, 4>(w, rows, x, out),
+                1 if nibbles => direct::<2, 1>(w, rows, end, x, out),
+                1 => direct::<4, 1>(w, rows, end, x, out),
+                2 if nibbles => direct::<1, 2>(w, rows, end, x, out),
+                2 => direct::<2, 2>(w, rows, end, x, out),
+                3 if nibbles => direct::<1, 3>(w, rows, end, x, out),
+                3 => direct::<2, 3>(w, rows, end, x, out),
+                _ => direct::<1, 4>(w, rows, end, x, out),
             }
         }
         true
@@ -47,8 +48,8 @@ impl Kernel for Exact {
         // SAFETY: as above.
         unsafe { multiply(width, w, x, lanes) }
     }
-    fn scaled(row: Row<'_>, sum: f32) -> f32 {
-        scaled_exact(row, sum)
+    fn rescale(w: &Matrix, rows: Range<usize>, out: &mut [f32]) {
+        rescale_exact(w, rows, out);
     }
 }
 
@@ -63,6 +64,7 @@ type Step = [Pair; 2];
 struct Padded([u8; 4 * STEP]);
 
 /// The values of 16 codes, which bf16 holds exactly: the low bytes and the high ones.
+#[derive(Clone, Copy)]
 struct Halves {
     low: [u8; 16],
     high: [u8; 16],
@@ -82,7 +84,23 @@ impl Halves {
     }
 }
 
-static E2M1_HALVES: Halves = Halves::of(E2M1::VALUES);
+const E2M1_HALVES: Halves = Halves::of(E2M1::VALUES);
+/// [`E2M1_HALVES`] times each block scale of MXFP4, less [`FOLDED`].
+static MXFP4_HALVES: [Halves; 256] = {
+    let mut all = [E2M1_HALVES; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let scale = E8M0(byte as u8).to_f32() / FOLDED;
+        let (mut values, mut code) = (E2M1::VALUES, 0);
+        while code < 16 {
+            values[code] *= scale;
+            code += 1;
+        }
+        all[byte] = Halves::of(values);
+        byte += 1;
+    }
+    all
+};
 static INT4_HALVES: Halves = Halves::of({
     let mut values = [0.0; 16];
     let mut nibble = 0;
@@ -148,12 +166,11 @@ macro_rules! with_steps {
             }
             MatrixData::Mxfp4 { packed, scale } => {
                 let scale: &[E8M0] = bytemuck::cast_slice(&scale[first * whole..(first + count) * whole]);
-                let tables = tables(&E2M1_HALVES);
                 rows_of!(packed, cols / 2, LANES, |at: *const u8, _, m, i| {
                     // SAFETY: each row has `whole` blocks of a step each.
-                    let scale = folded_scale(unsafe { *scale.get_unchecked(m * whole + i) });
+                    let E8M0(scale) = unsafe { *scale.get_unchecked(m * whole + i) };
                     // SAFETY: a step has 16 bytes.
-                    unsafe { look_up(tables, at, [scale; 2]) }
+                    unsafe { look_up(tables(&MXFP4_HALVES[usize::from(scale)]), at) }
                 })
             }
             MatrixData::Nvfp4 { packed, scale, .. } => {
@@ -168,7 +185,7 @@ macro_rules! with_steps {
                     // Half a step has one block.
                     let scales = [value(2 * i), if whole { value(2 * i + 1) } else { 0.0 }];
                     // SAFETY: a step has 16 bytes.
-                    unsafe { look_up(tables, at, scales) }
+                    scaled(unsafe { look_up(tables, at) }, scales)
                 })
             }
             MatrixData::Int4 { packed, scale } => {
@@ -184,7 +201,7 @@ macro_rules! with_steps {
                             // SAFETY: each row has `whole / 2` groups of two steps each.
                             let scale: f32 = widen(unsafe { *scale.get_unchecked(m * groups + i / 2) });
                             // SAFETY: a step has 16 bytes.
-                            unsafe { look_up(tables, at, [scale / FOLDED; 2]) }
+                            scaled(unsafe { look_up(tables, at) }, [scale / FOLDED; 2])
                         })
                     }};
                 }
@@ -257,13 +274,13 @@ fn tables(halves: &Halves) -> [__m256i; 2] {
     [table(&halves.low), table(&halves.high)]
 }
 
-/// A step of nibbles: even columns, odd columns. Lanes 0..8 have the first scale, the others the second.
+/// A step of nibbles: even columns, odd columns.
 ///
 /// # Safety
 /// 16 bytes are there to be read.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn look_up(tables: [__m256i; 2], at: *const u8, scales: [f32; 2]) -> Step {
+unsafe fn look_up(tables: [__m256i; 2], at: *const u8) -> Step {
     // SAFETY: the caller's; the load asks for no alignment.
     let bytes = unsafe { _mm_loadu_si128(at.cast()) };
     // Bytes 0..4 and 8..12 in the lower 128 bits, so that the halves below are those of lanes.
@@ -273,11 +290,15 @@ unsafe fn look_up(tables: [__m256i; 2], at: *const u8, scales: [f32; 2]) -> Step
     let (low, high) = (_mm256_shuffle_epi8(tables[0], codes), _mm256_shuffle_epi8(tables[1], codes));
     let [even0, odd0] = split_pairs(_mm256_unpacklo_epi8(low, high));
     let [even1, odd1] = split_pairs(_mm256_unpackhi_epi8(low, high));
+    [[even0, even1], [odd0, odd1]]
+}
+
+/// A step times the first scale in lanes 0..8, and the second in the others.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn scaled(step: Step, scales: [f32; 2]) -> Step {
     let scales = [_mm256_set1_ps(scales[0]), _mm256_set1_ps(scales[1])];
-    [
-        [_mm256_mul_ps(even0, scales[0]), _mm256_mul_ps(even1, scales[1])],
-        [_mm256_mul_ps(odd0, scales[0]), _mm256_mul_ps(odd1, scales[1])],
-    ]
+    step.map(|[first, second]| [_mm256_mul_ps(first, scales[0]), _mm256_mul_ps(second, scales[1])])
 }
 
 /// Weights are used where they are decoded. The rows of [`GROUP`] meet the same block of activations, `T` rows at a time:
@@ -286,12 +307,15 @@ unsafe fn look_up(tables: [__m256i; 2], at: *const u8, scales: [f32; 2]) -> Step
 fn direct<const T: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
+    end: usize,
     x: &Blocked<Lanes>,
     out: &mut [f32],
 ) {
     debug_assert!(rows.len().is_multiple_of(GROUP));
-    let ahead = rows_ahead(w, GROUP);
+    let far = rows_ahead(w, GROUP);
     for (first, out) in rows.step_by(GROUP).zip(out.chunks_exact_mut(GROUP * N)) {
+        // What lies behind the end is perhaps another thread's to read.
+        let ahead = if first + far < end { far } else { 0 };
         fetch_scales(w, first + ahead, GROUP);
         with_steps!(w, first, GROUP, ahead, |step, last, fetch| {
             direct_rows::<GROUP, T, N>(w.cols(), x, step, last, fetch, out);

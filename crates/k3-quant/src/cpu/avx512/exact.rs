@@ -5,13 +5,12 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::plain::{folded_scale, fp8_value};
-use super::{DIRECT, LANES, load, load_array, store, sum, tree_sum, two_scales};
+use super::{DIRECT, LANES, four_sums, load, load_array, store, sum};
 use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
 use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales, rows_ahead};
-use crate::cpu::product::{FOLDED, Kernel, scaled_exact};
-use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Row, Scales, WeightFormat, int4_value};
+use crate::cpu::product::{FOLDED, Kernel, rescale_exact};
+use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Scales, WeightFormat, int4_value};
 
 /// Exact products. Named only where the features of [`crate::cpu::InstructionSet::Avx512`] have been found.
 pub(in crate::cpu) struct Exact;
@@ -20,18 +19,19 @@ impl Kernel for Exact {
     type X = Lanes;
     type W = Lanes;
     const DIRECT: usize = DIRECT;
+    const MANY: usize = 64;
 
-    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
+    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
         // SAFETY: this type is named only where the features have been found.
         unsafe {
             match x.n {
                 // The row of activations leaves the first-level cache while weights pass through it: eight rows of
                 // weights, which have registers enough here, bring it back half as often as four.
-                1 if matches!(w.data(), MatrixData::Bf16(_)) => direct::<8, 1>(w, rows, x, out),
-                1 => direct::<4, 1>(w, rows, x, out),
-                2 => direct::<4, 2>(w, rows, x, out),
-                3 => direct::<4, 3>(w, rows, x, out),
-                _ => direct::<4, 4>(w, rows, x, out),
+                1 if matches!(w.data(), MatrixData::Bf16(_)) => direct::<8, 1>(w, rows, end, x, out),
+                1 => direct::<4, 1>(w, rows, end, x, out),
+                2 => direct::<4, 2>(w, rows, end, x, out),
+                3 => direct::<4, 3>(w, rows, end, x, out),
+                _ => direct::<4, 4>(w, rows, end, x, out),
             }
         }
         true
@@ -48,24 +48,50 @@ impl Kernel for Exact {
         // SAFETY: as above.
         unsafe { sum(lanes, out) }
     }
-    fn scaled(row: Row<'_>, sum: f32) -> f32 {
-        scaled_exact(row, sum)
+    fn rescale(w: &Matrix, rows: Range<usize>, out: &mut [f32]) {
+        rescale_exact(w, rows, out);
     }
 }
 
 /// Steps after which lines of weights are asked for.
 const FETCH: usize = 4;
 
-/// The values of the 16 nibbles of INT4.
-static INTS: [f32; 16] = {
-    let mut values = [0.0; 16];
+/// The values of the 16 codes of a format of 4 bits: a register.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Table([f32; LANES]);
+
+static INTS: Table = {
+    let mut values = [0.0; LANES];
     let mut nibble = 0;
-    while nibble < 16 {
+    while nibble < LANES {
         values[nibble] = int4_value(nibble as u8);
         nibble += 1;
     }
-    values
+    Table(values)
 };
+
+/// A table of E2M1 for each value of a block scale. A matrix has few of them, which stay in the first-level cache; to load
+/// one takes nothing from the multipliers, which would bind before the memory does.
+macro_rules! scaled_tables {
+    ($scale:ident, $divisor:expr) => {{
+        static TABLES: [Table; 256] = {
+            let mut tables = [Table([0.0; LANES]); 256];
+            let mut byte = 0;
+            while byte < 256 {
+                let scale = $scale(byte as u8).to_f32() / $divisor;
+                let mut code = 0;
+                while code < LANES {
+                    tables[byte].0[code] = E2M1::VALUES[code] * scale;
+                    code += 1;
+                }
+                byte += 1;
+            }
+            tables
+        };
+        &TABLES
+    }};
+}
 
 /// Runs `$body` with three functions of a matrix format, for `$count` rows from `$first` on: `$step(m, i)`, the
 /// registers of step `i` of the `m`th of these rows, which the row must have as a whole; `$last(m)`, those of the step at its
@@ -129,39 +155,39 @@ macro_rules! with_steps {
             }
             MatrixData::Mxfp4 { packed, scale } => {
                 let scale: &[E8M0] = bytemuck::cast_slice(&scale[first * whole..(first + count) * whole]);
-                let table = load_array(&E2M1::VALUES);
+                let tables = scaled_tables!(E8M0, FOLDED);
                 rows_of!(packed, cols / 2, LANES, |at: *const u8, _, m, i| {
                     // SAFETY: each row has `whole` blocks of a step each.
-                    let scale = folded_scale(unsafe { *scale.get_unchecked(m * whole + i) });
+                    let E8M0(scale) = unsafe { *scale.get_unchecked(m * whole + i) };
+                    let table = load_array(&tables[usize::from(scale)].0);
                     // SAFETY: a step has 16 bytes; the load asks for no alignment.
-                    let bytes = unsafe { _mm_loadu_si128(at.cast()) };
-                    look_up(_mm512_mul_ps(table, _mm512_set1_ps(scale)), bytes)
+                    look_up(table, unsafe { _mm_loadu_si128(at.cast()) })
                 })
             }
             MatrixData::Nvfp4 { packed, scale, .. } => {
                 let blocks = cols / 16;
                 let scale: &[E4M3] = bytemuck::cast_slice(&scale[first * blocks..(first + count) * blocks]);
-                let table = load_array(&E2M1::VALUES);
+                let tables = scaled_tables!(E4M3, 1.0);
                 rows_of!(packed, cols / 2, LANES, |at: *const u8, mask: u32, m, i| {
-                    let value = |b: usize| {
+                    let table = |b: usize| {
                         // SAFETY: callers ask for blocks that the row has.
-                        fp8_value(unsafe { *scale.get_unchecked(m * blocks + b) })
+                        let E4M3(scale) = unsafe { *scale.get_unchecked(m * blocks + b) };
+                        load_array(&tables[usize::from(scale)].0)
                     };
                     // SAFETY: a step has 16 bytes, the last one of a row perhaps 8; others are not read.
-                    let (bytes, scales) = unsafe {
+                    unsafe {
                         if mask == u32::MAX {
-                            (_mm_loadu_si128(at.cast()), two_scales(value(2 * i), value(2 * i + 1)))
+                            look_up_two([table(2 * i), table(2 * i + 1)], _mm_loadu_si128(at.cast()))
                         } else {
-                            (_mm_loadl_epi64(at.cast()), two_scales(value(2 * i), 0.0))
+                            // What is not there has code zero.
+                            look_up(table(2 * i), _mm_loadl_epi64(at.cast()))
                         }
-                    };
-                    let [even, odd] = look_up(table, bytes);
-                    [_mm512_mul_ps(even, scales), _mm512_mul_ps(odd, scales)]
+                    }
                 })
             }
             MatrixData::Int4 { packed, scale } => {
                 let groups = whole / 2;
-                let table = load_array(&INTS);
+                let table = load_array(&INTS.0);
                 macro_rules! with_scales {
                     ($type:ty, $bytes:ident, $widen:expr) => {{
                         let scale = &$bytes[first * groups * size_of::<$type>()..];
@@ -197,18 +223,33 @@ fn look_up(table: __m512, bytes: __m128i) -> [__m512; 2] {
     [_mm512_permutexvar_ps(bytes, table), _mm512_permutexvar_ps(_mm512_srli_epi32::<4>(bytes), table)]
 }
 
+/// [`look_up`] with a table for lanes 0..8 and one for lanes 8..16: the fifth bit of an index says which.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+fn look_up_two(tables: [__m512; 2], bytes: __m128i) -> [__m512; 2] {
+    let (nibble, second) = (_mm512_set1_epi32(15), _mm512_maskz_set1_epi32(0xff00, 16));
+    let bytes = _mm512_cvtepu8_epi32(bytes);
+    // `bytes & nibble | second`
+    let even = _mm512_ternarylogic_epi32::<0b1110_1010>(bytes, nibble, second);
+    let odd = _mm512_or_si512(_mm512_srli_epi32::<4>(bytes), second);
+    [_mm512_permutex2var_ps(tables[0], even, tables[1]), _mm512_permutex2var_ps(tables[0], odd, tables[1])]
+}
+
 /// Weights are used where they are decoded, `M` rows at a time, of which `rows` has a multiple: their chains of sums
 /// overlap, and share loads of activations.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn direct<const M: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
+    end: usize,
     x: &Blocked<Lanes>,
     out: &mut [f32],
 ) {
     debug_assert!(rows.len().is_multiple_of(M));
-    let ahead = rows_ahead(w, M);
+    let far = rows_ahead(w, M);
     for (first, out) in rows.step_by(M).zip(out.chunks_exact_mut(M * N)) {
+        // What lies behind the end is perhaps another thread's to read.
+        let ahead = if first + far < end { far } else { 0 };
         fetch_scales(w, first + ahead, M);
         with_steps!(w, first, M, ahead, |step, last, fetch| {
             direct_rows::<M, N>(w.cols(), x, step, last, fetch, out);
@@ -272,9 +313,13 @@ fn direct_rows<const M: usize, const N: usize>(
             }
         }
     }
-    for m in 0..M {
+    const { assert!(M.is_multiple_of(4)) }
+    for m in (0..M).step_by(4) {
         for k in 0..N {
-            out[m * N + k] = tree_sum(totals[m][k]);
+            let sums = four_sums([totals[m][k], totals[m + 1][k], totals[m + 2][k], totals[m + 3][k]]);
+            for (i, sum) in sums.into_iter().enumerate() {
+                out[(m + i) * N + k] = sum;
+            }
         }
     }
 }

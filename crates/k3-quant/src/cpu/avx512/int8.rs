@@ -5,12 +5,12 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::plain::{self, Codes, E8M0_LOWERED, RAISED_E2M1, padded, scaled_ints};
+use super::plain::{self, Codes, E8M0_LOWERED, RAISED_E2M1, padded, rescale_ints};
 use super::{DIRECT, load, load_array, store, sum, tree_sum, two_scales};
 use crate::cpu::activations::{Blocked, Ints, Lanes, Unit};
 use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales, rows_ahead};
 use crate::cpu::product::Kernel;
-use crate::{Matrix, MatrixData, Row, Scales, WeightFormat};
+use crate::{Matrix, MatrixData, Scales, WeightFormat};
 
 /// Integer products. Named only where the features of [`crate::cpu::InstructionSet::Avx512`] have been found.
 pub(in crate::cpu) struct Int8;
@@ -19,18 +19,20 @@ impl Kernel for Int8 {
     type X = Ints;
     type W = Codes;
     const DIRECT: usize = DIRECT;
+    // One row whose scales are out of the ordinary makes all of them slow.
+    const MANY: usize = 8;
 
-    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Ints>, out: &mut [f32]) -> bool {
+    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Ints>, out: &mut [f32]) -> bool {
         // SAFETY: this type is named only where the features have been found.
         unsafe {
             if !fast_scales(w, rows.clone()) {
                 return false;
             }
             match x.n {
-                1 => direct::<4, 1>(w, rows, x, out),
-                2 => direct::<4, 2>(w, rows, x, out),
-                3 => direct::<4, 3>(w, rows, x, out),
-                _ => direct::<4, 4>(w, rows, x, out),
+                1 => direct::<4, 1>(w, rows, end, x, out),
+                2 => direct::<4, 2>(w, rows, end, x, out),
+                3 => direct::<4, 3>(w, rows, end, x, out),
+                _ => direct::<4, 4>(w, rows, end, x, out),
             }
         }
         true
@@ -58,8 +60,8 @@ impl Kernel for Int8 {
         // SAFETY: as above.
         unsafe { sum(lanes, out) }
     }
-    fn scaled(row: Row<'_>, sum: f32) -> f32 {
-        scaled_ints(row, sum)
+    fn rescale(w: &Matrix, rows: Range<usize>, out: &mut [f32]) {
+        rescale_ints(w, rows, out);
     }
 }
 
@@ -269,12 +271,15 @@ fn e4m3_lanes(scales: [u8; 8]) -> __m512 {
 fn direct<const M: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
+    end: usize,
     x: &Blocked<Ints>,
     out: &mut [f32],
 ) {
     debug_assert!(rows.len().is_multiple_of(M));
-    let ahead = rows_ahead(w, M);
+    let far = rows_ahead(w, M);
     for (first, out) in rows.step_by(M).zip(out.chunks_exact_mut(M * N)) {
+        // What lies behind the end is perhaps another thread's to read.
+        let ahead = if first + far < end { far } else { 0 };
         fetch_scales(w, first + ahead, M);
         with_blocks!(w, first, M, ahead, |PAIR, whole, block, last, fetch| {
             direct_rows::<M, N, PAIR>(whole, x, block, last, fetch, out);
