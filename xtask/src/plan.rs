@@ -8,7 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use k3_experts::memory::Machine;
 use k3_experts::plan::{ExpertSizes, MemoryPlan, gigabytes, parse_bytes, parse_rate};
-use k3_experts::slab::{Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabOptions, probe, slot_bytes};
+use k3_experts::slab::{
+    Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabOptions, drive_count, probe, slot_bytes,
+};
 use k3_format::names::{Extent, Names};
 use k3_format::repack::{DenseFormat, ExpertTarget, Naming, Recipe};
 use k3_format::{Checkpoint, ExpertLayout, ModelConfig, OpenOptions, TensorId, Variant};
@@ -43,14 +45,14 @@ pub struct Args {
     #[arg(long, value_enum)]
     geometry: Option<GeometryName>,
     /// Memory of the machine, as in 128GB or 96GiB [default: what is available on this one]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, allow_hyphen_values = true)]
     ram: Option<u64>,
     /// What its drives give together in a second, as in 7GB [default: measured on the folder; several are told for a
     /// geometry]
-    #[arg(long, value_name = "BYTES", value_parser = parse_rate)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_rate, allow_hyphen_values = true)]
     disk_rate: Option<u64>,
     /// What its memory gives in a second [default: measured here; 40GB with --ram]
-    #[arg(long, value_name = "BYTES", value_parser = parse_rate)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_rate, allow_hyphen_values = true)]
     memory_rate: Option<u64>,
     /// Format of the routed experts
     #[arg(long, value_enum, conflicts_with = "dir", default_value_t = ExpertsName::Mxfp4)]
@@ -164,7 +166,7 @@ pub fn run(args: &Args) -> Result<()> {
         (Some(dir), _) => {
             let checkpoint = Arc::new(Checkpoint::open(dir, &OpenOptions::default())?);
             let disk = if args.disk_rate.is_none() { Some(measure_disk(&checkpoint)?) } else { None };
-            (of_checkpoint(&checkpoint), disk)
+            (of_checkpoint(&checkpoint)?, disk)
         }
         (None, Some(name)) => (of_geometry(name, args.experts, args.dense)?, None),
         (None, None) => bail!("a snapshot folder or --geometry is needed"),
@@ -308,7 +310,7 @@ fn tell(report: &Report, model: &Model, machine: &Machine, context: u64, chunk: 
     }
     for times in &report.times {
         say(format_args!(
-            "{:<24}{:>10}{:>10}  {:<10}{:>10}{:>10}",
+            "{:<24}{:>10} {:>9}  {:<10}{:>10} {:>9}",
             format!("{}/s {}", gigabytes(times.disk.bytes_per_second as u64), times.disk.source),
             gigabytes(times.bytes_per_token as u64),
             seconds(times.seconds_per_token),
@@ -330,18 +332,22 @@ fn seconds(seconds: f64) -> String {
     }
 }
 
-fn of_checkpoint(checkpoint: &Checkpoint) -> Model {
+fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Model> {
     let config = checkpoint.config().clone();
     let embedding = checkpoint.tensor(TensorId::model(k3_format::Role::EmbedTokens));
     let pinned = checkpoint.resident_bytes();
-    Model {
+    Ok(Model {
         name: format!("{} in {}", checkpoint.variant(), checkpoint.dir().display()),
         pinned,
         read_by_token: pinned - embedding.map_or(0, |tensor| tensor.byte_len()),
-        sizes: expert_sizes(&config, slot_bytes(checkpoint, Direct::ALIGN)),
+        sizes: expert_sizes(
+            &config,
+            slot_bytes(checkpoint, Direct::ALIGN),
+            SlabOptions::default().moving(drive_count(checkpoint)?),
+        ),
         expert_bytes: checkpoint.experts().layout().len as u64,
         config,
-    }
+    })
 }
 
 fn of_geometry(name: GeometryName, experts: ExpertsName, dense: DenseName) -> Result<Model> {
@@ -368,7 +374,7 @@ fn of_geometry(name: GeometryName, experts: ExpertsName, dense: DenseName) -> Re
         name: format!("{variant}, experts {target}, other weights {dense}"),
         pinned,
         read_by_token: pinned - embedding,
-        sizes: expert_sizes(&config, slot),
+        sizes: expert_sizes(&config, slot, SlabOptions::default().moving(1)),
         expert_bytes: layout.len as u64,
         config,
     })

@@ -83,7 +83,7 @@ pub(crate) struct ModelArgs {
     ignore_indexer: bool,
     /// Use of each token's experts only the first, up to this share of their weight, and read no others: faster, and
     /// another function than the model was trained for
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = share_of_weight, allow_hyphen_values = true)]
     routed_top_p: Option<f64>,
     // The heading goes on to whatever follows.
     #[command(flatten, next_help_heading = MACHINE)]
@@ -265,6 +265,12 @@ impl Snapshot {
     pub(crate) fn opened(&self) -> Option<&Opened> {
         self.opened.get()
     }
+}
+
+/// `--routed-top-p`
+fn share_of_weight(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.ok_or_else(|| "expected a share of a token's weight, above 0 and at most 1, as in 0.9".to_owned())
 }
 
 /// Where the demonstration model can be: in the sources that this program was built from, or in those that it is run in.

@@ -49,12 +49,12 @@ pub fn needs(
     Needs { pinned, state: state.saturating_mul(sequences), activations }
 }
 
-/// The routed experts of a model, `slot_bytes` each.
-pub fn expert_sizes(config: &ModelConfig, slot_bytes: u64) -> ExpertSizes {
+/// The routed experts of a model, `slot_bytes` each, of which `moving` are on their way at most.
+pub fn expert_sizes(config: &ModelConfig, slot_bytes: u64, moving: usize) -> ExpertSizes {
     let geometry = Geometry {
         layers: config.num_hidden_layers() - config.first_k_dense_replace,
         experts: config.moe.num_experts,
         per_token: config.moe.num_experts_per_token,
     };
-    ExpertSizes { geometry, slot_bytes }
+    ExpertSizes { geometry, slot_bytes, moving: moving as u64 }
 }
