@@ -191,24 +191,17 @@ pub fn run(args: &Args) -> Result<()> {
         Some(ram) => Machine::with(ram),
         None => Machine::read().context("finding out what memory this machine has; name it with --ram")?,
     };
-    let report = report(&model, &machine, args.context, args.chunk, memory, disks);
+    let plan = plan(&model, &machine, args.context, args.chunk)?;
+    let report = report(&model, &plan, args.context, memory, disks);
     if args.json {
         say(format_args!("{}", serde_json::to_string_pretty(&report)?))
     } else {
-        tell(&report, &model, &machine, args.context, args.chunk)
+        tell(&report, &plan)
     }
 }
 
-/// The plan as a function of sizes and rates.
-fn report(
-    model: &Model,
-    machine: &Machine,
-    context: u64,
-    chunk: Option<usize>,
-    memory: Rate,
-    disks: Vec<Rate>,
-) -> Report {
-    let plan = plan(model, machine, context, chunk);
+/// What is told, as a function of sizes and rates.
+fn report(model: &Model, plan: &MemoryPlan, context: u64, memory: Rate, disks: Vec<Rate>) -> Report {
     let geometry = model.sizes.geometry;
     let of_token = geometry.working_set() as f64 * model.expert_bytes as f64;
     let all = (geometry.layers * geometry.experts) as f64 * model.expert_bytes as f64;
@@ -282,18 +275,19 @@ fn report(
     }
 }
 
-fn plan(model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> MemoryPlan {
+fn plan(model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> Result<MemoryPlan> {
     let context = context.min(model.config.max_position_embeddings as u64);
     let mut options = EngineOptions::default();
     options.chunk_tokens = chunk;
     let chunk = chunk_tokens(&model.config, &options, Cpu::VALUE_BYTES, LogitsWanted::Last);
-    let needs = needs(&model.config, model.pinned, 1, context, chunk, Cpu::VALUE_BYTES);
-    MemoryPlan::new(machine, needs, model.sizes, None)
+    // As many threads as this machine would have.
+    let needs = needs(&model.config, model.pinned, 1, context, chunk, &Cpu::new(0)?);
+    Ok(MemoryPlan::new(machine, needs, model.sizes, None))
 }
 
-fn tell(report: &Report, model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> Result<()> {
+fn tell(report: &Report, plan: &MemoryPlan) -> Result<()> {
     say(format_args!("{}, one sequence of {} tokens", report.model, report.context))?;
-    say(format_args!("{}", plan(model, machine, context, chunk).to_string().trim_end()))?;
+    say(format_args!("{}", plan.to_string().trim_end()))?;
     say(format_args!(
         "\na token uses {} of experts and {} of other weights; memory gives {}/s ({})",
         gigabytes(report.expert_bytes_of_a_token),
@@ -486,7 +480,8 @@ mod tests {
         let model = released(ExpertsName::Mxfp4, DenseName::Int4);
         let at = |ram: u64, disk: f64| {
             let machine = Machine::with(ram * GB);
-            report(&model, &machine, 8192, Some(512), rate(50e9), vec![rate(disk)])
+            let plan = plan(&model, &machine, 8192, Some(512)).unwrap();
+            report(&model, &plan, 8192, rate(50e9), vec![rate(disk)])
         };
         let slow = at(128, 7e9);
         let hits = slow.expected_hit_rate.unwrap();
@@ -525,7 +520,8 @@ mod tests {
     #[test]
     fn a_machine_that_is_too_small_is_told_what_is_missing() {
         let model = released(ExpertsName::Mxfp4, DenseName::Bf16);
-        let found = report(&model, &Machine::with(64 * GB), 8192, Some(512), rate(40e9), vec![rate(7e9)]);
+        let plan = plan(&model, &Machine::with(64 * GB), 8192, Some(512)).unwrap();
+        let found = report(&model, &plan, 8192, rate(40e9), vec![rate(7e9)]);
         assert!(found.missing > 50 * GB, "{}", found.missing);
         assert!(found.notes.iter().any(|note| note.contains("does not fit: 5")), "{:?}", found.notes);
         assert_eq!(found.expert_budget, model.sizes.least());

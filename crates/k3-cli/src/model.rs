@@ -221,7 +221,7 @@ impl Snapshot {
         let config = self.checkpoint.config();
         let context = context.min(config.max_position_embeddings) as u64;
         let chunk = chunk_tokens(config, &self.options, D::VALUE_BYTES, LogitsWanted::Last);
-        let needs = needs(config, self.checkpoint.resident_bytes(), 1, context, chunk, D::VALUE_BYTES);
+        let needs = needs(config, self.checkpoint.resident_bytes(), 1, context, chunk, &device);
         let opened = self.store.open(&self.checkpoint, needs)?;
         let mut unused = opened.unused.clone();
         unused.extend((self.lookahead && opened.is_mapped()).then_some("--lookahead"));
