@@ -16,9 +16,9 @@ pub(crate) struct Hostile {
     state: Mutex<u64>,
     /// Reads fail while this is set.
     pub(crate) broken: AtomicBool,
-    pub(crate) reads: AtomicU64,
     /// Reads panic while this is set.
     pub(crate) panicking: AtomicBool,
+    pub(crate) reads: AtomicU64,
     /// Reads wait while this is set.
     pub(crate) held: AtomicBool,
     align: usize,
