@@ -163,6 +163,11 @@ impl ModelArgs {
         Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options, store, lookahead, opened })
     }
 
+    /// The file of uses that was named.
+    pub(crate) fn usage(&self) -> Option<&Path> {
+        self.store.usage()
+    }
+
     /// Says which options decide nothing where the most likely token is taken.
     pub(crate) fn tell_unused(&self, sampling: &Sampling) {
         let given = [

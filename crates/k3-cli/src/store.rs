@@ -148,12 +148,17 @@ impl StoreArgs {
         Ok(Opened { chosen: opened, plan, before, unused, usage })
     }
 
+    /// The file of uses that was named.
+    pub(crate) fn usage(&self) -> Option<&Path> {
+        self.usage.as_deref().filter(|file| *file != Path::new("none"))
+    }
+
     /// What was asked of a store with slots.
     fn for_slots(&self) -> Vec<&'static str> {
         let given = [
             ("--expert-budget", self.expert_budget != Budget::Auto),
             ("--reads-in-flight", self.reads_in_flight.is_some()),
-            ("--usage", self.usage.as_ref().is_some_and(|file| file != Path::new("none"))),
+            ("--usage", self.usage().is_some()),
         ];
         given.into_iter().filter(|(_, is_given)| *is_given).map(|(name, _)| name).collect()
     }
@@ -180,20 +185,23 @@ impl StoreArgs {
         store: &Arc<SlabStore>,
         plan: &MemoryPlan,
     ) -> Result<Option<UsageFile>> {
-        let path = match &self.usage {
-            Some(path) if path == Path::new("none") => return Ok(None),
-            Some(path) => path.clone(),
-            None => match cache_folder() {
-                Some(folder) => folder.join("k3").join(format!("{}.usage", checkpoint.identity())),
-                None => return Ok(None),
-            },
+        let path = match (self.usage(), cache_folder()) {
+            (Some(path), _) => path.to_owned(),
+            (None, Some(folder)) if self.usage.is_none() => {
+                folder.join("k3").join(format!("{}.usage", checkpoint.identity()))
+            }
+            _ => return Ok(None),
         };
         let geometry = plan.sizes.geometry;
         let earlier = match Usage::load(&path, checkpoint.identity(), geometry) {
-            Err(error @ UsageError::Foreign { .. }) => return Err(error.into()),
-            Err(error) => {
+            Err(error @ UsageError::Content { .. }) => {
                 tell(format_args!("note: {:#}; it will be replaced\n", anyhow::Error::from(error)));
                 None
+            }
+            Err(error) if self.usage.is_some() => return Err(error.into()),
+            Err(error) => {
+                tell(format_args!("note: {:#}; this run is not noted\n", anyhow::Error::from(error)));
+                return Ok(None);
             }
             Ok(earlier) => earlier,
         };

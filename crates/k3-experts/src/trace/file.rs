@@ -10,6 +10,8 @@ use std::io::{self, BufRead, Read, Write};
 use super::{Geometry, Trace};
 use crate::ExpertId;
 
+/// What every such file begins with.
+pub const MAGIC: &[u8] = b"k3-routing ";
 /// Most layers and most experts of a layer: nothing larger than what an id has room for.
 const MAX: usize = 1 << 16;
 /// Most experts of all layers, 200 times those of the released models: what is allocated for a token is bounded by it.
