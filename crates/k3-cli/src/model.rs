@@ -67,7 +67,7 @@ pub(crate) struct ModelArgs {
     ///
     /// The prompt is cut into as few chunks as that allows, each of which reads its experts once. No result depends on it.
     #[arg(long, value_name = "BYTES", help_heading = MACHINE, value_parser = parse_bytes, default_value = "2GiB",
-          conflicts_with = "chunk")]
+          allow_hyphen_values = true, conflicts_with = "chunk")]
     activation_budget: u64,
     /// Tokens of the prompt that are computed at once, whatever they need; no result depends on it
     #[arg(long, value_name = "N", help_heading = MACHINE,

@@ -248,7 +248,7 @@ pub enum ExpertError {
         experts: usize,
     },
     /// The request names an expert twice.
-    #[error("expert {expert} of layer {layer} is in one request more than once, and comes once")]
+    #[error("one request names expert {expert} of layer {layer} more than once, and gets it once")]
     Repeated {
         /// 0-based layer.
         layer: usize,

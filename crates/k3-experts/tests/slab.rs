@@ -187,7 +187,10 @@ fn what_is_not_there_is_an_error_in_its_place() {
     found.sort_unstable();
     assert_eq!(found, [2, 5]);
     let errors: Vec<String> = errors.into_iter().map(|e| e.unwrap_err().to_string()).collect();
-    assert!(errors.len() == 3 && errors[0].contains("expert 2 of layer 3 is in one request"), "{errors:?}");
+    assert!(
+        errors.len() == 3 && errors[0].contains("names expert 2 of layer 3 more than once"),
+        "{errors:?}"
+    );
     for layer in [0, 13, usize::MAX] {
         let error = store.fetch(request(layer, &[0])).next().unwrap().unwrap_err();
         assert!(matches!(error, ExpertError::Unknown { experts: 0, .. }), "{error}");

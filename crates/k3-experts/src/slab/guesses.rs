@@ -78,15 +78,15 @@ impl Shared {
             }
             let bytes = self.places.of(&self.checkpoint, *key).map_or(0, |place| place.bytes() as u64);
             let unread = match entry {
-                Entry::OnItsWay(ticket) => self.withdraw(ticket).map_or_else(
-                    |rest| {
+                Entry::Here(_) => 0,
+                Entry::OnItsWay(ticket) => match self.withdraw(ticket) {
+                    Ok(()) => bytes,
+                    Err(rest) => {
                         let unread = self.give_up(rest);
                         self.pool.unguess(unread, false);
                         unread
-                    },
-                    |()| bytes,
-                ),
-                Entry::Here(_) => 0,
+                    }
+                },
             };
             // What was not read has cost nothing.
             *guess_bytes = guess_bytes.saturating_add(unread);
