@@ -109,7 +109,7 @@ enum What {
         #[arg(long, default_value_t = 6, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=256))]
         reads_in_flight: usize,
         /// Megabytes for experts in memory
-        #[arg(long, default_value_t = 800)]
+        #[arg(long, default_value_t = 800, allow_negative_numbers = true)]
         budget_mb: u64,
     },
 }

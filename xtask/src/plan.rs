@@ -8,7 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use k3_experts::memory::Machine;
 use k3_experts::plan::{ExpertSizes, MemoryPlan, gigabytes, parse_bytes, parse_rate};
-use k3_experts::slab::{Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabOptions, probe, slot_bytes};
+use k3_experts::slab::{
+    Buffered, Direct, DriveRate, ProbeOptions, Reader, SlabOptions, drive_count, probe, slot_bytes,
+};
 use k3_format::names::{Extent, Names};
 use k3_format::repack::{DenseFormat, ExpertTarget, Naming, Recipe};
 use k3_format::{Checkpoint, ExpertLayout, ModelConfig, OpenOptions, TensorId, Variant};
@@ -43,14 +45,14 @@ pub struct Args {
     #[arg(long, value_enum)]
     geometry: Option<GeometryName>,
     /// Memory of the machine, as in 128GB or 96GiB [default: what is available on this one]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, allow_hyphen_values = true)]
     ram: Option<u64>,
     /// What its drives give together in a second, as in 7GB [default: measured on the folder; several are told for a
     /// geometry]
-    #[arg(long, value_name = "BYTES", value_parser = parse_rate)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_rate, allow_hyphen_values = true)]
     disk_rate: Option<u64>,
     /// What its memory gives in a second [default: measured here; 40GB with --ram]
-    #[arg(long, value_name = "BYTES", value_parser = parse_rate)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_rate, allow_hyphen_values = true)]
     memory_rate: Option<u64>,
     /// Format of the routed experts
     #[arg(long, value_enum, conflicts_with = "dir", default_value_t = ExpertsName::Mxfp4)]
@@ -164,7 +166,7 @@ pub fn run(args: &Args) -> Result<()> {
         (Some(dir), _) => {
             let checkpoint = Arc::new(Checkpoint::open(dir, &OpenOptions::default())?);
             let disk = if args.disk_rate.is_none() { Some(measure_disk(&checkpoint)?) } else { None };
-            (of_checkpoint(&checkpoint), disk)
+            (of_checkpoint(&checkpoint)?, disk)
         }
         (None, Some(name)) => (of_geometry(name, args.experts, args.dense)?, None),
         (None, None) => bail!("a snapshot folder or --geometry is needed"),
@@ -189,24 +191,17 @@ pub fn run(args: &Args) -> Result<()> {
         Some(ram) => Machine::with(ram),
         None => Machine::read().context("finding out what memory this machine has; name it with --ram")?,
     };
-    let report = report(&model, &machine, args.context, args.chunk, memory, disks);
+    let plan = plan(&model, &machine, args.context, args.chunk)?;
+    let report = report(&model, &plan, args.context, memory, disks);
     if args.json {
         say(format_args!("{}", serde_json::to_string_pretty(&report)?))
     } else {
-        tell(&report, &model, &machine, args.context, args.chunk)
+        tell(&report, &plan)
     }
 }
 
-/// The plan as a function of sizes and rates.
-fn report(
-    model: &Model,
-    machine: &Machine,
-    context: u64,
-    chunk: Option<usize>,
-    memory: Rate,
-    disks: Vec<Rate>,
-) -> Report {
-    let plan = plan(model, machine, context, chunk);
+/// What is told, as a function of sizes and rates.
+fn report(model: &Model, plan: &MemoryPlan, context: u64, memory: Rate, disks: Vec<Rate>) -> Report {
     let geometry = model.sizes.geometry;
     let of_token = geometry.working_set() as f64 * model.expert_bytes as f64;
     let all = (geometry.layers * geometry.experts) as f64 * model.expert_bytes as f64;
@@ -280,18 +275,19 @@ fn report(
     }
 }
 
-fn plan(model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> MemoryPlan {
+fn plan(model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> Result<MemoryPlan> {
     let context = context.min(model.config.max_position_embeddings as u64);
     let mut options = EngineOptions::default();
     options.chunk_tokens = chunk;
     let chunk = chunk_tokens(&model.config, &options, Cpu::VALUE_BYTES, LogitsWanted::Last);
-    let needs = needs(&model.config, model.pinned, 1, context, chunk, Cpu::VALUE_BYTES);
-    MemoryPlan::new(machine, needs, model.sizes, None)
+    // As many threads as this machine would have.
+    let needs = needs(&model.config, model.pinned, 1, context, chunk, &Cpu::new(0)?);
+    Ok(MemoryPlan::new(machine, needs, model.sizes, None))
 }
 
-fn tell(report: &Report, model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> Result<()> {
+fn tell(report: &Report, plan: &MemoryPlan) -> Result<()> {
     say(format_args!("{}, one sequence of {} tokens", report.model, report.context))?;
-    say(format_args!("{}", plan(model, machine, context, chunk).to_string().trim_end()))?;
+    say(format_args!("{}", plan.to_string().trim_end()))?;
     say(format_args!(
         "\na token uses {} of experts and {} of other weights; memory gives {}/s ({})",
         gigabytes(report.expert_bytes_of_a_token),
@@ -308,7 +304,7 @@ fn tell(report: &Report, model: &Model, machine: &Machine, context: u64, chunk: 
     }
     for times in &report.times {
         say(format_args!(
-            "{:<24}{:>10}{:>10}  {:<10}{:>10}{:>10}",
+            "{:<24}{:>10} {:>9}  {:<10}{:>10} {:>9}",
             format!("{}/s {}", gigabytes(times.disk.bytes_per_second as u64), times.disk.source),
             gigabytes(times.bytes_per_token as u64),
             seconds(times.seconds_per_token),
@@ -330,18 +326,22 @@ fn seconds(seconds: f64) -> String {
     }
 }
 
-fn of_checkpoint(checkpoint: &Checkpoint) -> Model {
+fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Model> {
     let config = checkpoint.config().clone();
     let embedding = checkpoint.tensor(TensorId::model(k3_format::Role::EmbedTokens));
     let pinned = checkpoint.resident_bytes();
-    Model {
+    Ok(Model {
         name: format!("{} in {}", checkpoint.variant(), checkpoint.dir().display()),
         pinned,
         read_by_token: pinned - embedding.map_or(0, |tensor| tensor.byte_len()),
-        sizes: expert_sizes(&config, slot_bytes(checkpoint, Direct::ALIGN)),
+        sizes: expert_sizes(
+            &config,
+            slot_bytes(checkpoint, Direct::ALIGN),
+            SlabOptions::default().moving(drive_count(checkpoint)?),
+        ),
         expert_bytes: checkpoint.experts().layout().len as u64,
         config,
-    }
+    })
 }
 
 fn of_geometry(name: GeometryName, experts: ExpertsName, dense: DenseName) -> Result<Model> {
@@ -368,7 +368,7 @@ fn of_geometry(name: GeometryName, experts: ExpertsName, dense: DenseName) -> Re
         name: format!("{variant}, experts {target}, other weights {dense}"),
         pinned,
         read_by_token: pinned - embedding,
-        sizes: expert_sizes(&config, slot),
+        sizes: expert_sizes(&config, slot, SlabOptions::default().moving(1)),
         expert_bytes: layout.len as u64,
         config,
     })
@@ -480,7 +480,8 @@ mod tests {
         let model = released(ExpertsName::Mxfp4, DenseName::Int4);
         let at = |ram: u64, disk: f64| {
             let machine = Machine::with(ram * GB);
-            report(&model, &machine, 8192, Some(512), rate(50e9), vec![rate(disk)])
+            let plan = plan(&model, &machine, 8192, Some(512)).unwrap();
+            report(&model, &plan, 8192, rate(50e9), vec![rate(disk)])
         };
         let slow = at(128, 7e9);
         let hits = slow.expected_hit_rate.unwrap();
@@ -519,7 +520,8 @@ mod tests {
     #[test]
     fn a_machine_that_is_too_small_is_told_what_is_missing() {
         let model = released(ExpertsName::Mxfp4, DenseName::Bf16);
-        let found = report(&model, &Machine::with(64 * GB), 8192, Some(512), rate(40e9), vec![rate(7e9)]);
+        let plan = plan(&model, &Machine::with(64 * GB), 8192, Some(512)).unwrap();
+        let found = report(&model, &plan, 8192, rate(40e9), vec![rate(7e9)]);
         assert!(found.missing > 50 * GB, "{}", found.missing);
         assert!(found.notes.iter().any(|note| note.contains("does not fit: 5")), "{:?}", found.notes);
         assert_eq!(found.expert_budget, model.sizes.least());

@@ -11,11 +11,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use k3_format::check_replaceable;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Level, Subscriber};
 use tracing_subscriber::layer::{Context as LayerContext, Layer};
 use tracing_subscriber::registry::LookupSpan;
+
+/// What a trace begins with.
+const BEGIN: &str = "[\n";
 
 /// Writes spans into a file.
 pub(crate) struct ChromeTrace {
@@ -48,9 +52,11 @@ struct Open {
 struct Args(String);
 
 impl ChromeTrace {
-    /// Begins the file at `path`.
+    /// Begins the file at `path`, which replaces an earlier trace and no other file.
     pub(crate) fn create(path: &Path) -> Result<(Self, Guard)> {
-        let file = File::create(path).with_context(|| format!("writing a trace to {}", path.display()))?;
+        let writing = || format!("writing a trace to {}", path.display());
+        check_replaceable(path, BEGIN.as_bytes()).with_context(writing)?;
+        let file = File::create(path).with_context(writing)?;
         Ok(Self::new(Box::new(BufWriter::new(file))))
     }
 
@@ -66,7 +72,7 @@ impl Out {
         if self.ended {
             return;
         }
-        let begin = if self.events == 0 { "[\n" } else { ",\n" };
+        let begin = if self.events == 0 { BEGIN } else { ",\n" };
         self.events += 1;
         if self.failed.is_none() {
             self.failed = write!(self.file, "{begin}{json}").err();

@@ -1,9 +1,10 @@
 //! `k3 generate`: a prompt or a chat request in, a reply out.
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use k3_experts::trace::MAGIC;
 use k3_format::NewFile;
 use k3_graph::{Cpu, Device, Mode, Reference, check_tokens};
 use k3_runner::{
@@ -57,12 +58,30 @@ pub(crate) struct Args {
     stats: bool,
     /// Write what was read and waited for, and when, for chrome://tracing or ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
-    pub(crate) trace: Option<PathBuf>,
+    trace: Option<PathBuf>,
     /// Write which experts every token chose, for `cargo xtask simulate --trace`
     #[arg(long, value_name = "FILE")]
     record_routing: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
+}
+
+impl Args {
+    /// Where the trace goes, after a look whether each output has a file of its own.
+    pub(crate) fn trace(&self) -> Result<Option<&Path>> {
+        let outputs = [
+            ("--trace", self.trace.as_deref()),
+            ("--record-routing", self.record_routing.as_deref()),
+            ("--usage", self.model.usage()),
+        ];
+        for (at, (option, path)) in outputs.iter().enumerate() {
+            for (other, another) in &outputs[..at] {
+                let is_shared = path.is_some() && path == another;
+                ensure!(!is_shared, "{other} and {option} name the same file: each needs one of its own");
+            }
+        }
+        Ok(self.trace.as_deref())
+    }
 }
 
 /// Heading in the help.
@@ -133,7 +152,8 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
     args.model.tell_unused(&generate.sampling);
     if let Some(file) = &args.record_routing {
         // The engine makes it anew; what cannot be made is known before the minutes that loading takes.
-        NewFile::create(file).with_context(|| format!("recording routing in {}", file.display()))?;
+        NewFile::replacing(file, MAGIC)
+            .with_context(|| format!("recording routing in {}", file.display()))?;
     }
 
     let context = ids.len().saturating_add(generate.max_tokens);

@@ -52,10 +52,10 @@ enum Command {
 fn main() -> ExitCode {
     let command = Cli::parse().command;
     let trace = match &command {
-        Command::Generate(args) => args.trace.as_deref(),
-        _ => None,
+        Command::Generate(args) => args.trace(),
+        _ => Ok(None),
     };
-    let result = log(trace).and_then(|_guard| run(&command));
+    let result = trace.and_then(log).and_then(|_guard| run(&command));
     match result {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of a pipe has seen enough.

@@ -67,7 +67,7 @@ pub(crate) struct ModelArgs {
     ///
     /// The prompt is cut into as few chunks as that allows, each of which reads its experts once. No result depends on it.
     #[arg(long, value_name = "BYTES", help_heading = MACHINE, value_parser = parse_bytes, default_value = "2GiB",
-          conflicts_with = "chunk")]
+          allow_hyphen_values = true, conflicts_with = "chunk")]
     activation_budget: u64,
     /// Tokens of the prompt that are computed at once, whatever they need; no result depends on it
     #[arg(long, value_name = "N", help_heading = MACHINE,
@@ -83,7 +83,7 @@ pub(crate) struct ModelArgs {
     ignore_indexer: bool,
     /// Use of each token's experts only the first, up to this share of their weight, and read no others: faster, and
     /// another function than the model was trained for
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = share_of_weight, allow_hyphen_values = true)]
     routed_top_p: Option<f64>,
     // The heading goes on to whatever follows.
     #[command(flatten, next_help_heading = MACHINE)]
@@ -163,6 +163,11 @@ impl ModelArgs {
         Ok(Snapshot { checkpoint, is_demonstration, tokenizer, options, store, lookahead, opened })
     }
 
+    /// The file of uses that was named.
+    pub(crate) fn usage(&self) -> Option<&Path> {
+        self.store.usage()
+    }
+
     /// Says which options decide nothing where the most likely token is taken.
     pub(crate) fn tell_unused(&self, sampling: &Sampling) {
         let given = [
@@ -221,7 +226,7 @@ impl Snapshot {
         let config = self.checkpoint.config();
         let context = context.min(config.max_position_embeddings) as u64;
         let chunk = chunk_tokens(config, &self.options, D::VALUE_BYTES, LogitsWanted::Last);
-        let needs = needs(config, self.checkpoint.resident_bytes(), 1, context, chunk, D::VALUE_BYTES);
+        let needs = needs(config, self.checkpoint.resident_bytes(), 1, context, chunk, &device);
         let opened = self.store.open(&self.checkpoint, needs)?;
         let mut unused = opened.unused.clone();
         unused.extend((self.lookahead && opened.is_mapped()).then_some("--lookahead"));
@@ -265,6 +270,12 @@ impl Snapshot {
     pub(crate) fn opened(&self) -> Option<&Opened> {
         self.opened.get()
     }
+}
+
+/// `--routed-top-p`
+fn share_of_weight(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.ok_or_else(|| "expected a share of a token's weight, above 0 and at most 1, as in 0.9".to_owned())
 }
 
 /// Where the demonstration model can be: in the sources that this program was built from, or in those that it is run in.

@@ -11,7 +11,7 @@ use k3_experts::backend::{Backend, OpenedStore, StoreError, StoreOptions, open_s
 use k3_experts::memory::{Machine, rss};
 pub(crate) use k3_experts::plan::parse_bytes;
 use k3_experts::plan::{ExpertSizes, MemoryPlan, Needs, gigabytes};
-use k3_experts::slab::{Direct, SlabError, slot_bytes};
+use k3_experts::slab::{Direct, SlabError, drive_count, slot_bytes};
 use k3_experts::usage::{Usage, UsageError};
 use k3_experts::{ExpertStore, SlabOptions, SlabStore};
 use k3_format::{Checkpoint, ShardError};
@@ -32,11 +32,10 @@ pub(crate) struct StoreArgs {
     /// Bytes of memory for experts, as in 8GiB or 20GB. `auto` takes what the weights, the sequence and the computation
     /// leave of the machine's memory and of the limits that are set. A number rules the mapped store out, where the system
     /// decides, unless that is asked for
-    #[arg(long, value_name = "BYTES", default_value = "auto")]
+    #[arg(long, value_name = "BYTES", default_value = "auto", allow_hyphen_values = true)]
     expert_budget: Budget,
     /// Reads in flight on each drive; for direct and buffered stores [default: 6]
-    #[arg(long, value_name = "READS",
-          value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=256))]
+    #[arg(long, value_name = "READS", value_parser = reads_in_flight, allow_hyphen_values = true)]
     reads_in_flight: Option<usize>,
     /// Which experts were used, of all runs: read at the start, written at the end; `none` keeps nothing. For direct and
     /// buffered stores [default: $XDG_CACHE_HOME/k3/IDENTITY.usage]
@@ -67,8 +66,18 @@ impl FromStr for Budget {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if text == "auto" { Ok(Self::Auto) } else { parse_bytes(text).map(Self::Bytes) }
+        let bytes = || parse_bytes(text).map_err(|error| format!("neither auto nor bytes: {error}"));
+        if text == "auto" { Ok(Self::Auto) } else { bytes().map(Self::Bytes) }
     }
+}
+
+/// `--reads-in-flight`
+fn reads_in_flight(text: &str) -> Result<usize, String> {
+    let number = text
+        .parse()
+        .map_err(|_| format!("expected a number from 1 to {}, as in 6", SlabOptions::MOST_READS_IN_FLIGHT))?;
+    let options = SlabOptions { reads_in_flight: number, ..SlabOptions::default() };
+    options.check().map(|()| number).map_err(|error| error.to_string())
 }
 
 /// A store that is open, and the plan that it is part of.
@@ -94,7 +103,9 @@ impl StoreArgs {
             StoreName::Buffered => Some(Backend::Buffered),
         };
         let before = rss();
-        let plan = self.plan(checkpoint, needs);
+        let mut slab = SlabOptions::default();
+        slab.reads_in_flight = self.reads_in_flight.unwrap_or(slab.reads_in_flight);
+        let plan = self.plan(checkpoint, needs, slab.moving(drive_count(checkpoint)?));
         if plan.missing > 0 {
             let missing = gigabytes(plan.missing);
             let leftover = gigabytes(plan.left());
@@ -116,8 +127,6 @@ impl StoreArgs {
                 ),
             }
         }
-        let mut slab = SlabOptions::default();
-        slab.reads_in_flight = self.reads_in_flight.unwrap_or(slab.reads_in_flight);
         let mut options = StoreOptions { backend, slab, ..StoreOptions::default() };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         options.probe.seed = now.map_or(0, |now| now.as_nanos() as u64);
@@ -139,19 +148,24 @@ impl StoreArgs {
         Ok(Opened { chosen: opened, plan, before, unused, usage })
     }
 
+    /// The file of uses that was named.
+    pub(crate) fn usage(&self) -> Option<&Path> {
+        self.usage.as_deref().filter(|file| *file != Path::new("none"))
+    }
+
     /// What was asked of a store with slots.
     fn for_slots(&self) -> Vec<&'static str> {
         let given = [
             ("--expert-budget", self.expert_budget != Budget::Auto),
             ("--reads-in-flight", self.reads_in_flight.is_some()),
-            ("--usage", self.usage.as_ref().is_some_and(|file| file != Path::new("none"))),
+            ("--usage", self.usage().is_some()),
         ];
         given.into_iter().filter(|(_, is_given)| *is_given).map(|(name, _)| name).collect()
     }
 
-    fn plan(&self, checkpoint: &Checkpoint, needs: Needs) -> MemoryPlan {
+    fn plan(&self, checkpoint: &Checkpoint, needs: Needs, moving: usize) -> MemoryPlan {
         // Slots for direct reads are the larger ones.
-        let sizes = expert_sizes(checkpoint.config(), slot_bytes(checkpoint, Direct::ALIGN));
+        let sizes = expert_sizes(checkpoint.config(), slot_bytes(checkpoint, Direct::ALIGN), moving);
         let asked = match self.expert_budget {
             Budget::Auto => None,
             Budget::Bytes(bytes) => Some(bytes),
@@ -171,20 +185,23 @@ impl StoreArgs {
         store: &Arc<SlabStore>,
         plan: &MemoryPlan,
     ) -> Result<Option<UsageFile>> {
-        let path = match &self.usage {
-            Some(path) if path == Path::new("none") => return Ok(None),
-            Some(path) => path.clone(),
-            None => match cache_folder() {
-                Some(folder) => folder.join("k3").join(format!("{}.usage", checkpoint.identity())),
-                None => return Ok(None),
-            },
+        let path = match (self.usage(), cache_folder()) {
+            (Some(path), _) => path.to_owned(),
+            (None, Some(folder)) if self.usage.is_none() => {
+                folder.join("k3").join(format!("{}.usage", checkpoint.identity()))
+            }
+            _ => return Ok(None),
         };
         let geometry = plan.sizes.geometry;
         let earlier = match Usage::load(&path, checkpoint.identity(), geometry) {
-            Err(error @ UsageError::Foreign { .. }) => return Err(error.into()),
-            Err(error) => {
+            Err(error @ UsageError::Content { .. }) => {
                 tell(format_args!("note: {:#}; it will be replaced\n", anyhow::Error::from(error)));
                 None
+            }
+            Err(error) if self.usage.is_some() => return Err(error.into()),
+            Err(error) => {
+                tell(format_args!("note: {:#}; this run is not noted\n", anyhow::Error::from(error)));
+                return Ok(None);
             }
             Ok(earlier) => earlier,
         };
@@ -297,13 +314,14 @@ mod tests {
         check("auto", Some(Budget::Auto));
         check("8GiB", Some(Budget::Bytes(8 << 30)));
         check("Auto", None);
+        check("-1GB", None);
         check("", None);
     }
 
     #[test]
     fn a_machine_that_tells_nothing_has_enough() {
         let geometry = k3_experts::trace::Geometry { layers: 2, experts: 8, per_token: 2 };
-        let sizes = ExpertSizes { geometry, slot_bytes: 1 << 20 };
+        let sizes = ExpertSizes { geometry, slot_bytes: 1 << 20, moving: 14 };
         let check = |asked: Option<u64>, experts: u64| {
             let plan = plan_blindly(Needs::default(), sizes, asked);
             let found = (plan.experts, plan.asked, plan.missing);

@@ -535,6 +535,8 @@ fn routed_top_p_is_named_wherever_a_result_is() {
     assert!(with.contains("; experts (routed top-p 0.5): "), "{with}");
     let hash = with.lines().find(|line| line.starts_with("logits_hash ")).unwrap();
     assert!(hash.ends_with(" (routed top-p 0.5)"), "{hash}");
-    let refused = fails(&["generate", &model, "--ids", "5", "--routed-top-p", "1.5"], "");
-    assert!(refused.contains("above 0 and at most 1; found 1.5"), "{refused}");
+    for share in ["1.5", "0", "-1", "NaN", "half"] {
+        let refused = fails(&["generate", &model, "--ids", "5", "--routed-top-p", share], "");
+        assert!(refused.contains(share) && refused.contains("above 0 and at most 1"), "{refused}");
+    }
 }

@@ -45,6 +45,40 @@ fn routing_is_recorded() {
     assert!(!told.contains("experts: "), "before anything is loaded: {told}");
 }
 
+/// A slip in the name of an output costs nobody a file.
+#[test]
+fn outputs_replace_only_their_like() {
+    let model = fixtures().join("tiny-k31").display().to_string();
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    let (file, config) = (path("new"), path("config.json"));
+    std::fs::write(&config, "{}").unwrap();
+    let fixed = ["generate", &model, "--ids", "5,6", "--max-tokens", "1", "--store", "buffered"];
+    let check = |more: &[&str], expected: Result<(), &str>| {
+        let output = k3(&[&fixed[..], more].concat());
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.success(), expected.is_ok(), "{more:?}: {told}");
+        assert!(expected.err().is_none_or(|words| told.contains(words)), "{more:?}: {told}");
+        assert_eq!(std::fs::read(&config).unwrap(), b"{}", "{more:?}");
+    };
+    for (option, refusal) in [
+        ("--record-routing", "a file of another kind has this name"),
+        ("--trace", "a file of another kind has this name"),
+        ("--usage", "is no file of uses of experts"),
+    ] {
+        let usage = if option == "--usage" { &[][..] } else { &["--usage", "none"] };
+        check(&[&[option, &config], usage].concat(), Err(refusal));
+        // Twice: its own file is replaced.
+        check(&[&[option, &file], usage].concat(), Ok(()));
+        check(&[&[option, &file], usage].concat(), Ok(()));
+        std::fs::remove_file(&file).unwrap();
+    }
+    let same = Err("name the same file");
+    check(&["--trace", &file, "--record-routing", &file, "--usage", "none"], same);
+    check(&["--record-routing", &file, "--usage", &file], same);
+    check(&["--usage", &dir.path().display().to_string()], Err("is no file of uses of experts"));
+}
+
 /// What was asked for and decides nothing is said, and nothing else is.
 #[test]
 fn options_without_effect() {

@@ -143,6 +143,7 @@ pub fn open_store(
     plan: &MemoryPlan,
     options: StoreOptions,
 ) -> Result<OpenedStore, StoreError> {
+    options.slab.check()?;
     let files = checkpoint.shards().files().iter().map(|file| file.len).sum();
     let at_once = mapped_at_once(plan, files, checkpoint.experts().size_bytes());
     let (backend, measured) = match (options.backend, &at_once) {
@@ -194,7 +195,7 @@ fn measure(
     options: &StoreOptions,
 ) -> Result<Measured, StoreError> {
     let buffered = Buffered::new(checkpoint.clone())?;
-    let reads_in_flight = in_flight(plan, drive_count(checkpoint, &buffered), options.slab.reads_in_flight);
+    let reads_in_flight = in_flight(plan, drive_count(checkpoint)?, options.slab.reads_in_flight);
     let direct = Direct::new(checkpoint.clone()).map_err(|error| reason(&error));
     let probe_of = |reader: &dyn Reader, turn: u64| {
         // The seeds of one run and the next are far apart.
@@ -300,7 +301,7 @@ mod tests {
 
     #[test]
     fn measuring_takes_no_more_memory_than_the_experts_get() {
-        let sizes = ExpertSizes { geometry: RELEASED, slot_bytes: 17_563_648 };
+        let sizes = ExpertSizes { geometry: RELEASED, slot_bytes: 17_563_648, moving: 14 };
         let check = |budget: u64, drives: usize, asked: usize, expected: usize| {
             let plan = MemoryPlan::new(&Machine::with(64 * GB), Needs::default(), sizes, Some(budget));
             assert_eq!(in_flight(&plan, drives, asked), expected, "{budget} {drives} {asked}");
@@ -316,7 +317,7 @@ mod tests {
     fn what_fits_is_mapped() {
         let check = |room: u64, files: u64, experts: u64, expected: Option<&str>| {
             let needs = Needs { pinned: 10 * GB, ..Needs::default() };
-            let sizes = ExpertSizes { geometry: RELEASED, slot_bytes: 17_563_648 };
+            let sizes = ExpertSizes { geometry: RELEASED, slot_bytes: 17_563_648, moving: 14 };
             let asked = MemoryPlan::new(&Machine::with(room * GB), needs, sizes, Some(experts * GB));
             assert_eq!(mapped_at_once(&asked, files * GB, experts * GB), None, "a budget is a limit");
             let plan = MemoryPlan::new(&Machine::with(room * GB), needs, sizes, None);

@@ -44,6 +44,7 @@ mod mapped;
 pub mod memory;
 pub mod plan;
 pub mod policy;
+mod request;
 mod retire;
 pub mod simulate;
 pub mod slab;
@@ -62,7 +63,7 @@ pub type ExpertId = u32;
 pub struct ExpertRequest<'a> {
     /// 0-based decoder layer.
     pub layer: usize,
-    /// Distinct experts, the most wanted first: by best gate rank over the tokens of the batch, then by number
+    /// Experts, each once, the most wanted first: by best gate rank over the tokens of the batch, then by number
     /// of tokens, then by id. A store admits to its cache in this order.
     pub experts: &'a [ExpertId],
     /// What each token chose, for stores that keep what is likely to be asked for again.
@@ -245,6 +246,14 @@ pub enum ExpertError {
         expert: ExpertId,
         /// Routed experts of that layer.
         experts: usize,
+    },
+    /// The request names an expert twice.
+    #[error("one request names expert {expert} of layer {layer} more than once, and gets it once")]
+    Repeated {
+        /// 0-based layer.
+        layer: usize,
+        /// The id asked for.
+        expert: ExpertId,
     },
     /// The store ended while experts were on their way.
     #[error("the expert store ended while experts were on their way")]

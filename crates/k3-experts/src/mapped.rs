@@ -45,12 +45,6 @@ impl MappedStore {
     }
 
     fn expert(&self, layer: usize, id: ExpertId) -> Result<Expert, ExpertError> {
-        let config = self.checkpoint.config();
-        let has_experts = layer < config.num_hidden_layers() && config.is_moe(layer);
-        let experts = if has_experts { config.moe.num_experts } else { 0 };
-        if id as usize >= experts {
-            return Err(ExpertError::Unknown { layer, expert: id, experts });
-        }
         let found = self.checkpoint.expert(layer, id).map_err(|source| ExpertError::Read {
             layer,
             expert: id,
@@ -66,6 +60,7 @@ impl MappedStore {
 impl ExpertStore for MappedStore {
     fn fetch<'a>(&'a self, request: ExpertRequest<'_>) -> Arrivals<'a> {
         let ids = request.experts.to_vec();
+        let asked: Vec<_> = request.checked(&self.checkpoint).collect();
         self.requested.fetch_add(ids.len() as u64, Ordering::Relaxed);
         let layer = request.layer;
         let hinted = self.hints.of(layer, &ids);
@@ -75,11 +70,11 @@ impl ExpertStore for MappedStore {
             }
         };
         ids.iter().zip(&hinted).take(READ_AHEAD).for_each(|(&id, &is_hinted)| hint(id, is_hinted));
-        Box::new(Ready((0..ids.len()).map(move |i| {
+        Box::new(Ready(asked.into_iter().enumerate().map(move |(i, asked)| {
             if let Some(&ahead) = ids.get(i + READ_AHEAD) {
                 hint(ahead, hinted[i + READ_AHEAD]);
             }
-            self.expert(layer, ids[i])
+            self.expert(layer, asked?)
         })))
     }
 

@@ -31,6 +31,8 @@ pub struct ExpertSizes {
     pub geometry: Geometry,
     /// Bytes of one in memory.
     pub slot_bytes: u64,
+    /// Those on their way at most ([`crate::SlabOptions::moving`]), for which a store has room beside all that stay.
+    pub moving: u64,
 }
 
 impl ExpertSizes {
@@ -39,9 +41,10 @@ impl ExpertSizes {
         self.slot_bytes.saturating_mul(self.geometry.per_token as u64)
     }
 
-    /// Bytes of all experts.
-    pub fn all(&self) -> u64 {
-        self.slot_bytes.saturating_mul((self.geometry.layers * self.geometry.experts) as u64)
+    /// Bytes of the largest store that has a use for them: all experts, and those on their way.
+    pub fn most(&self) -> u64 {
+        let all = (self.geometry.layers * self.geometry.experts) as u64;
+        self.slot_bytes.saturating_mul(all.saturating_add(self.moving))
     }
 
     /// Bytes of the experts that one token uses.
@@ -50,8 +53,6 @@ impl ExpertSizes {
     }
 }
 
-/// Buffers for experts on their way, at most, which a store keeps beside all experts of a model.
-const MOVING: u64 = 64;
 /// Share of the room that is left to what nobody counts: the program, the allocator, threads, other programs.
 const RESERVE_SHARE: u64 = 20;
 /// Bytes of that, at least and at most.
@@ -96,8 +97,7 @@ impl MemoryPlan {
         let reserve = (room / RESERVE_SHARE).clamp(*RESERVE.start(), *RESERVE.end());
         let first = needs.total().saturating_add(reserve);
         let left = room.saturating_sub(first);
-        let most = sizes.all().saturating_add(MOVING * sizes.slot_bytes);
-        let experts = budget.unwrap_or_else(|| left.min(most).max(sizes.least()));
+        let experts = budget.unwrap_or_else(|| left.min(sizes.most()).max(sizes.least()));
         let missing = first.saturating_add(experts).saturating_sub(room);
         Self { room, bound_by: bound_by.clone(), needs, reserve, experts, asked, sizes, missing }
     }
@@ -221,8 +221,10 @@ pub fn parse_rate(text: &str) -> Result<u64, String> {
 /// What was expected instead.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (number, unit) = text.split_at(end);
-    let unit = unit.trim();
+    let (number, unit) = (&text[..end], text[end..].trim());
+    let number: f64 = number
+        .parse()
+        .map_err(|_| format!("expected a number without sign or exponent, as in 8GiB, found {text:?}"))?;
     let scale = match unit {
         "" | "B" => 1.0,
         "kB" | "KB" => 1e3,
@@ -239,7 +241,6 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
             ));
         }
     };
-    let number: f64 = number.parse().map_err(|_| "expected a number, as in 8GiB".to_owned())?;
     let bytes = number * scale;
     if bytes < 1e18 { Ok(bytes as u64) } else { Err("more bytes than any machine has".to_owned()) }
 }

@@ -69,7 +69,7 @@ pub fn replay_batches(trace: &Trace, policy: &mut dyn Policy, warm_tokens: usize
 }
 
 /// A time that no trace reaches.
-const NEVER: u32 = u32::MAX;
+const NEVER: usize = usize::MAX;
 
 /// What no policy can exceed: Belady's optimum over all layers together, knowing the future, with bypass. It keeps
 /// the `slots` experts that are used again soonest.
@@ -83,7 +83,7 @@ pub fn optimum(trace: &Trace, slots: usize, warm_tokens: usize) -> Tally {
     for visit in (0..trace.len() * geometry.layers).rev() {
         let (token, layer) = (visit / geometry.layers, visit % geometry.layers);
         for (rank, &id) in trace.routed(token, layer).iter().enumerate() {
-            let last = std::mem::replace(&mut seen[key(layer, id)], visit as u32);
+            let last = std::mem::replace(&mut seen[key(layer, id)], visit);
             next_use[visit * geometry.per_token + rank] = last;
         }
     }

@@ -29,6 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use k3_format::Checkpoint;
 
 use crate::policy::{Policy, PolicyName, Verdict, Visit};
+use crate::request::experts_of;
 use crate::retire::{Completion, Retirement};
 use crate::trace::Geometry;
 use crate::usage::Usage;
@@ -43,8 +44,8 @@ use place::Places;
 pub use place::slot_bytes;
 use pool::{Filled, Pool};
 pub use probe::{DriveRate, ProbeOptions, probe};
-pub(crate) use reader::drive_count;
-pub use reader::{Buffered, Direct, Reader, SlotReadError};
+use reader::drives_of;
+pub use reader::{Buffered, Direct, Reader, SlotReadError, drive_count};
 use ticket::{Key, Ticket, Waiter};
 use warm::Warming;
 
@@ -55,7 +56,8 @@ pub struct SlabOptions {
     pub budget_bytes: u64,
     /// Which experts stay.
     pub policy: PolicyName,
-    /// Reads in flight on each drive, on average over drives. 4 to 8 whole experts keep one busy; more only adds latency.
+    /// Reads in flight on each drive, on average over drives, 1 to [`SlabOptions::MOST_READS_IN_FLIGHT`]. 4 to 8 whole
+    /// experts keep one busy; more only adds latency.
     pub reads_in_flight: usize,
     /// The last misses of a layer, fewer than reads can be in flight, are read in several pieces each, none smaller
     /// than this.
@@ -79,6 +81,27 @@ impl Default for SlabOptions {
     }
 }
 
+impl SlabOptions {
+    /// The most reads in flight on each drive: each has a thread, and a buffer as large as an expert.
+    pub const MOST_READS_IN_FLIGHT: usize = 256;
+
+    /// The most buffers for experts on their way, on so many drives: those being read, guesses, one that is handed over
+    /// and one that the caller holds.
+    pub fn moving(&self, drives: usize) -> usize {
+        self.reads_in_flight.saturating_mul(drives).saturating_add(self.guesses).saturating_add(2)
+    }
+
+    /// Whether a store can be as they say.
+    ///
+    /// # Errors
+    /// [`SlabError::ReadsInFlight`].
+    pub fn check(&self) -> Result<(), SlabError> {
+        let asked = self.reads_in_flight;
+        let is_possible = (1..=Self::MOST_READS_IN_FLIGHT).contains(&asked);
+        if is_possible { Ok(()) } else { Err(SlabError::ReadsInFlight { asked }) }
+    }
+}
+
 /// Why there is no slab store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -96,6 +119,16 @@ pub enum SlabError {
         slot_bytes: usize,
         /// The least.
         needed: u64,
+    },
+    /// More reads in flight than there should be threads, or none.
+    #[error(
+        "{asked} reads in flight on each drive, expected 1 to {}: each takes a thread and the memory of an expert, 4 to 8 \
+         keep a drive busy, and more only wait behind each other",
+        SlabOptions::MOST_READS_IN_FLIGHT
+    )]
+    ReadsInFlight {
+        /// As asked for.
+        asked: usize,
     },
     /// The checkpoint's parts do not fit together.
     #[error("finding the experts")]
@@ -181,6 +214,7 @@ impl SlabStore {
         options: SlabOptions,
         rates: &[f64],
     ) -> Result<Self, SlabError> {
+        options.check()?;
         let config = checkpoint.config();
         let geometry = Geometry {
             layers: config.num_hidden_layers() - config.first_k_dense_replace,
@@ -195,14 +229,13 @@ impl SlabStore {
             let (budget, per_token) = (options.budget_bytes, geometry.per_token);
             return Err(SlabError::Budget { budget, per_token, slot_bytes, needed });
         }
-        let drives = drive_count(&checkpoint, &**reader);
-        let drives = Arc::new(Drives::new(reader.clone(), drives, rates, options.reads_in_flight));
+        let of_shard = drives_of(&checkpoint, &**reader);
+        let drives = Arc::new(Drives::new(reader.clone(), of_shard, rates, options.reads_in_flight));
         let pool = Arc::new(Pool::new(buffers, slot_bytes, reader.alignment(), drives.clone()));
-        // Buffers on their way to the caller, with one that it holds.
-        let moving = options.reads_in_flight * drives.len() + options.guesses + 2;
+        let moving = options.moving(drives.len());
         let slots = (buffers - (buffers / 2).min(moving)).min(geometry.layers * geometry.experts);
-        let guess_bytes =
-            options.guess_bytes.unwrap_or((geometry.layers * options.guesses) as u64 * slot_bytes as u64);
+        let of_pass = geometry.layers.saturating_mul(options.guesses) as u64;
+        let guess_bytes = options.guess_bytes.unwrap_or(of_pass.saturating_mul(slot_bytes as u64));
         // Where everything stays nothing is to be guessed.
         let guesses = if slots < geometry.layers * geometry.experts { options.guesses } else { 0 };
         let options = SlabOptions { guess_bytes: Some(guess_bytes), guesses, ..options };
@@ -275,9 +308,7 @@ impl Shared {
 
     /// The key of an expert, if the checkpoint has it.
     fn key(&self, layer: usize, id: ExpertId) -> Result<Key, ExpertError> {
-        let config = self.checkpoint.config();
-        let has_experts = layer < config.num_hidden_layers() && config.is_moe(layer);
-        let experts = if has_experts { config.moe.num_experts } else { 0 };
+        let experts = experts_of(&self.checkpoint, layer);
         if id as usize >= experts {
             return Err(ExpertError::Unknown { layer, expert: id, experts });
         }
@@ -362,9 +393,9 @@ impl ExpertStore for SlabStore {
         let (sender, receiver) = channel();
         let mut pending = Pending::new(shared, receiver, span);
         let mut known = Vec::with_capacity(request.experts.len());
-        for &id in request.experts {
-            match shared.key(request.layer, id) {
-                Ok(key) => known.push(key.id),
+        for asked in request.checked(&shared.checkpoint) {
+            match asked {
+                Ok(id) => known.push(id),
                 Err(error) => pending.ready.push_back(Err(error)),
             }
         }

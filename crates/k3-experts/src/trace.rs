@@ -9,7 +9,7 @@ mod generate;
 mod random;
 mod statistics;
 
-pub use file::{Format, TraceFileError};
+pub use file::{Format, MAGIC, TraceFileError};
 pub use generate::{Generator, RELEASED};
 pub use statistics::Statistics;
 

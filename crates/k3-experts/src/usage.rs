@@ -59,7 +59,13 @@ pub enum UsageError {
         /// Which file.
         path: PathBuf,
     },
-    /// It was damaged, or is of another checkpoint.
+    /// It is of another checkpoint, and is not replaced.
+    #[error("{path} holds uses of another checkpoint's experts, and is left as it is: name another file")]
+    OtherCheckpoint {
+        /// Which file.
+        path: PathBuf,
+    },
+    /// It was damaged.
     #[error("{path} does not hold uses of this checkpoint's experts: {problem}")]
     Content {
         /// Which file.
@@ -138,20 +144,25 @@ impl Usage {
     /// [`UsageError`] if it is damaged or of another checkpoint.
     pub fn load(path: &Path, identity: CheckpointId, geometry: Geometry) -> Result<Option<Self>, UsageError> {
         let failed = |source| UsageError::Io { what: "reading", path: path.to_owned(), source };
-        let file = match File::open(path) {
+        match fs::metadata(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            file => file.map_err(failed)?,
-        };
+            // To open a pipe would wait for who writes it.
+            Ok(metadata) if !metadata.is_file() => return Err(UsageError::Foreign { path: path.to_owned() }),
+            metadata => _ = metadata.map_err(failed)?,
+        }
+        let file = File::open(path).map_err(failed)?;
         let mut bytes = Vec::new();
         file.take(MOST_BYTES).read_to_end(&mut bytes).map_err(failed)?;
         if !bytes.is_empty() && !bytes.starts_with(MAGIC) {
             return Err(UsageError::Foreign { path: path.to_owned() });
         }
-        let refused = |problem| UsageError::Content { path: path.to_owned(), problem };
-        Self::parse(&bytes, identity, geometry).map(Some).map_err(refused)
+        let refused = |problem: &str| UsageError::Content { path: path.to_owned(), problem: problem.into() };
+        let found = Self::parse(&bytes, identity, geometry).map_err(|problem| refused(&problem))?;
+        found.map(Some).ok_or_else(|| UsageError::OtherCheckpoint { path: path.to_owned() })
     }
 
-    fn parse(bytes: &[u8], identity: CheckpointId, geometry: Geometry) -> Result<Self, String> {
+    /// `None` if they are of another checkpoint.
+    fn parse(bytes: &[u8], identity: CheckpointId, geometry: Geometry) -> Result<Option<Self>, String> {
         let (content, hash) = bytes.split_last_chunk::<32>().ok_or("it is too short")?;
         if !content.starts_with(MAGIC) {
             return Err("it begins with other bytes".into());
@@ -165,7 +176,7 @@ impl Usage {
             return Err("it is too short".into());
         };
         if found != head {
-            return Err("it is of another checkpoint".into());
+            return Ok(None);
         }
         let expected = 8 + 4 * usage.counts.len();
         let (tokens, counts) = rest
@@ -180,7 +191,7 @@ impl Usage {
         if !is_count(usage.tokens) || !usage.counts.iter().all(|&n| is_count(n.into())) {
             return Err("a count is negative or no number".into());
         }
-        Ok(usage)
+        Ok(Some(usage))
     }
 
     fn head(&self, identity: CheckpointId) -> Vec<u8> {
@@ -188,8 +199,8 @@ impl Usage {
         [MAGIC, identity.as_bytes().as_slice(), &sizes.concat()].concat()
     }
 
-    /// Writes `path`, which is replaced as a whole or not at all, and only if it is empty or such a file. Folders on the way
-    /// are made.
+    /// Writes `path`, which is replaced as a whole or not at all, and only if it is empty or such a file of this checkpoint.
+    /// Folders on the way are made.
     ///
     /// # Errors
     /// [`UsageError`].
@@ -198,12 +209,10 @@ impl Usage {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(failed)?;
         }
-        if let Ok(file) = File::open(path) {
-            let mut begin = Vec::new();
-            file.take(MAGIC.len() as u64).read_to_end(&mut begin).map_err(failed)?;
-            if !begin.is_empty() && begin != MAGIC {
-                return Err(UsageError::Foreign { path: path.to_owned() });
-            }
+        let geometry = Geometry { layers: self.layers, experts: self.experts, per_token: 1 };
+        match Self::load(path, identity, geometry) {
+            Ok(_) | Err(UsageError::Content { .. }) => {}
+            Err(error) => return Err(error),
         }
         let mut bytes = self.head(identity);
         bytes.extend(self.tokens.to_le_bytes());

@@ -29,7 +29,7 @@ fn tight(checkpoint: &Checkpoint) -> MemoryPlan {
     let files: u64 = checkpoint.shards().files().iter().map(|file| file.len).sum();
     let room = 3 * files;
     let geometry = Geometry { layers: 12, experts: 16, per_token: 4 };
-    let sizes = ExpertSizes { geometry, slot_bytes: slot_bytes(checkpoint, Direct::ALIGN) };
+    let sizes = ExpertSizes { geometry, slot_bytes: slot_bytes(checkpoint, Direct::ALIGN), moving: 14 };
     let reserve = MemoryPlan::new(&Machine::with(room), Needs::default(), sizes, None).reserve;
     let needs = Needs { pinned: room - reserve - (1 << 19), ..Needs::default() };
     MemoryPlan::new(&Machine::with(room), needs, sizes, None)

@@ -367,9 +367,15 @@ fn uses_are_kept_in_a_file() {
     check(&sealed(&negative), "negative");
     let mut other = good[..good.len() - 32].to_vec();
     other[9] ^= 1;
-    check(&sealed(&other), "another checkpoint");
-
-    // A file of another kind is not replaced.
+    // That of another checkpoint and a file of another kind are not replaced.
+    let other = sealed(&other);
+    std::fs::write(&path, &other).unwrap();
+    for error in
+        [Usage::load(&path, identity, GEOMETRY).unwrap_err(), usage.save(&path, identity).unwrap_err()]
+    {
+        assert!(matches!(error, UsageError::OtherCheckpoint { .. }), "{error}");
+    }
+    assert_eq!(std::fs::read(&path).unwrap(), other);
     let foreign = [b"K3USAGE2", &good[8..]].concat();
     std::fs::write(&path, &foreign).unwrap();
     for error in
@@ -378,6 +384,8 @@ fn uses_are_kept_in_a_file() {
         assert!(matches!(error, UsageError::Foreign { .. }), "{error}");
     }
     assert_eq!(std::fs::read(&path).unwrap(), foreign);
+    let error = Usage::load(dir.path(), identity, GEOMETRY).unwrap_err();
+    assert!(matches!(error, UsageError::Foreign { .. }), "{error}");
 }
 
 #[test]

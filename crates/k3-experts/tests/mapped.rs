@@ -55,6 +55,9 @@ fn what_is_not_there_is_an_error_in_its_place() {
     let error = arrivals.next().unwrap().unwrap_err();
     assert!(matches!(error, ExpertError::Unknown { layer: 3, expert: 16, experts: 16 }), "{error}");
     assert_eq!(arrivals.next().unwrap().unwrap().id, 4);
+    let twice: Vec<_> = store.fetch(request(3, &[2, 2, 4])).collect();
+    assert!(matches!(twice[1], Err(ExpertError::Repeated { layer: 3, expert: 2 })), "{twice:?}");
+    assert!(twice[0].is_ok() && twice[2].is_ok() && twice.len() == 3);
     // Layer 0 is dense, layer 13 does not exist.
     for layer in [0, 13] {
         let error = store.fetch(request(layer, &[0])).next().unwrap().unwrap_err();

@@ -8,7 +8,7 @@ use k3_experts::trace::{Geometry, RELEASED};
 
 const GB: u64 = 1_000_000_000;
 const SLOT: u64 = 17_563_648;
-const SIZES: ExpertSizes = ExpertSizes { geometry: RELEASED, slot_bytes: SLOT };
+const SIZES: ExpertSizes = ExpertSizes { geometry: RELEASED, slot_bytes: SLOT, moving: 14 };
 
 /// The released model with weights in INT4.
 const NEEDS: Needs = Needs { pinned: 35 * GB, state: GB, activations: GB / 2 };
@@ -32,10 +32,15 @@ fn experts_get_what_is_left() {
 
 #[test]
 fn no_more_than_all_experts() {
-    let sizes = ExpertSizes { geometry: Geometry { layers: 2, experts: 8, per_token: 2 }, slot_bytes: 1000 };
-    let plan = MemoryPlan::new(&Machine::with(GB), Needs::default(), sizes, None);
-    assert_eq!(plan.experts, (16 + 64) * 1000);
-    assert_eq!(plan.expected_hit_rate(), Some(1.0));
+    let geometry = Geometry { layers: 2, experts: 8, per_token: 2 };
+    let check = |moving: u64| {
+        let sizes = ExpertSizes { geometry, slot_bytes: 1000, moving };
+        let plan = MemoryPlan::new(&Machine::with(GB), Needs::default(), sizes, None);
+        assert_eq!(plan.experts, (16 + moving) * 1000);
+        assert_eq!(plan.expected_hit_rate(), Some(1.0));
+    };
+    check(14);
+    check(256 * 4 + 8);
 }
 
 /// Groups of 2, 4 and 8 GiB on a machine of 64 GB, and a model of 1.5 GB beside its experts.

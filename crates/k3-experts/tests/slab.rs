@@ -13,7 +13,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use k3_experts::policy::PolicyName;
-use k3_experts::slab::{Buffered, Direct, Reader, SlabError, SlabOptions, SlabStore, SlotReadError};
+use k3_experts::slab::{
+    Buffered, Direct, ProbeOptions, Reader, SlabError, SlabOptions, SlabStore, SlotReadError, probe,
+};
 use k3_experts::{Choices, Expert, ExpertError, ExpertRequest, ExpertStore, Phase};
 use k3_format::{Checkpoint, OpenOptions};
 
@@ -179,12 +181,81 @@ fn what_is_not_there_is_an_error_in_its_place() {
     assert_eq!(results.len(), 3);
     let errors: Vec<_> = results.into_iter().filter_map(Result::err).collect();
     assert!(matches!(errors[..], [ExpertError::Unknown { layer: 3, expert: 16, experts: 16 }]), "{errors:?}");
-    for layer in [0, 13] {
+    let results: Vec<_> = store.fetch(request(3, &[2, 5, 2, 5, u32::MAX])).collect();
+    let (found, errors): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+    let mut found: Vec<u32> = found.into_iter().map(|e| e.unwrap().id).collect();
+    found.sort_unstable();
+    assert_eq!(found, [2, 5]);
+    let errors: Vec<String> = errors.into_iter().map(|e| e.unwrap_err().to_string()).collect();
+    assert!(
+        errors.len() == 3 && errors[0].contains("names expert 2 of layer 3 more than once"),
+        "{errors:?}"
+    );
+    for layer in [0, 13, usize::MAX] {
         let error = store.fetch(request(layer, &[0])).next().unwrap().unwrap_err();
         assert!(matches!(error, ExpertError::Unknown { experts: 0, .. }), "{error}");
     }
     store.prefetch(99, &[0]);
     store.prefetch(3, &[99]);
+}
+
+/// They only advise the policy: nothing is lost by choices that make no sense.
+#[test]
+fn choices_may_be_anything() {
+    let checkpoint = open(&fixture());
+    let reader: Arc<dyn Reader> = Arc::new(Buffered::new(checkpoint.clone()).unwrap());
+    let all: Vec<u32> = (0..16).collect();
+    let (equal, unknown, long) = ([3; 32], [0, 1, 99, u32::MAX], [7; 1600]);
+    for policy in [PolicyName::GlobalLru, PolicyName::LayerLru, PolicyName::Retention] {
+        let store = with_buffers(&checkpoint, &reader, 40, SlabOptions { policy, ..SlabOptions::default() });
+        for ids in [&[][..], &all, &equal, &unknown, &long] {
+            for (ranks, used) in
+                [(0, 0), (0, 9), (1, 0), (3, 4), (4, 4), (16, 4), (5, usize::MAX), (usize::MAX, 1)]
+            {
+                let choices = Choices { ids, ranks, used };
+                for layer in [1, 7, 12] {
+                    let request = ExpertRequest { choices, ..request(layer, &[7, 3, 0, 12, 5]) };
+                    assert_eq!(store.fetch(request).map(Result::unwrap).count(), 5);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn absurd_options_are_refused_or_harmless() {
+    let checkpoint = open(&fixture());
+    let reader: Arc<dyn Reader> = Arc::new(Buffered::new(checkpoint.clone()).unwrap());
+    for asked in [0, 257, usize::MAX] {
+        let options = SlabOptions { reads_in_flight: asked, ..SlabOptions::default() };
+        let error = SlabStore::new(checkpoint.clone(), &reader, options).unwrap_err();
+        assert!(matches!(error, SlabError::ReadsInFlight { asked: found } if found == asked), "{error}");
+        assert!(error.to_string().contains("expected 1 to 256"), "{error}");
+    }
+    let most = usize::MAX;
+    for piece_bytes in [0, most] {
+        let options =
+            SlabOptions { piece_bytes, guesses: most, reads_in_flight: 256, ..SlabOptions::default() };
+        for budget_bytes in [1 << 20, u64::MAX] {
+            let options = SlabOptions { budget_bytes, ..options };
+            let store = SlabStore::new(checkpoint.clone(), &reader, options).unwrap();
+            store.prefetch(2, &[1, 2, 3]);
+            assert_eq!(ids(&store, 2, &[1, 9]).len(), 2);
+        }
+    }
+}
+
+/// With what [`SlabOptions::moving`] says beside them, all experts have a slot, however many reads are in flight.
+#[test]
+fn what_is_on_its_way_takes_no_slot_of_a_store_for_everything() {
+    let checkpoint = open(&fixture());
+    let reader: Arc<dyn Reader> = Hostile::new(&checkpoint, 1, 1);
+    for reads_in_flight in [1, 6, 40, 256] {
+        let options = SlabOptions { reads_in_flight, ..SlabOptions::default() };
+        let all = 12 * 16;
+        let buffers = all + options.moving(2) as u64;
+        assert_eq!(with_buffers(&checkpoint, &reader, buffers, options).slots() as u64, all);
+    }
 }
 
 #[test]
@@ -212,6 +283,70 @@ fn a_failed_read_is_an_error_and_leaves_nothing_behind() {
     let expert = store.fetch(request(2, &[5])).next().unwrap().unwrap();
     check_contents(&checkpoint, 2, &expert);
     assert_eq!(store.counters().misses, 2);
+}
+
+/// It may be a user's own. Everybody who waits is told, the threads go on, and no buffer is lost.
+#[test]
+fn a_reader_that_panics_fails_its_read_and_nothing_else() {
+    let checkpoint = open(&fixture());
+    let reader = Hostile::new(&checkpoint, 1, 1);
+    let options = SlabOptions { reads_in_flight: 2, piece_bytes: 700, ..SlabOptions::default() };
+    let store = with_buffers(&checkpoint, &(reader.clone() as Arc<dyn Reader>), 60, options);
+    let check = |error: ExpertError, layer: usize| -> u32 {
+        let ExpertError::Read { layer: found, expert, source } = error else { panic!("{error}") };
+        let panicked = source.downcast::<SlotReadError>().unwrap();
+        let SlotReadError::Panicked { message, .. } = &*panicked else { panic!("{panicked}") };
+        assert!(found == layer && message.starts_with("no such thing as shard "), "{layer}: {message}");
+        expert
+    };
+    // More often than there are threads.
+    for layer in 1..9 {
+        reader.held.store(true, Relaxed);
+        reader.panicking.store(true, Relaxed);
+        let both = [store.fetch(request(layer, &[5, 6])), store.fetch(request(layer, &[6, 5]))];
+        reader.held.store(false, Relaxed);
+        for arrivals in both {
+            let mut failed: Vec<u32> = arrivals.map(|e| check(e.unwrap_err(), layer)).collect();
+            failed.sort_unstable();
+            assert_eq!(failed, [5, 6]);
+        }
+        reader.panicking.store(false, Relaxed);
+        for expert in store.fetch(request(layer, &[5, 6])) {
+            check_contents(&checkpoint, layer, &expert.unwrap());
+        }
+    }
+    let counters = store.counters();
+    assert_eq!((counters.joined, counters.misses, counters.over_budget), (16, 32, 0));
+    reader.panicking.store(true, Relaxed);
+    let error = probe(&checkpoint, &*reader, ProbeOptions::default()).unwrap_err();
+    assert!(matches!(error, ExpertError::Read { .. }), "{error}");
+}
+
+/// Says that it has read one byte more than there was room for.
+#[derive(Debug)]
+struct Boastful(Buffered);
+
+impl Reader for Boastful {
+    fn read_at(&self, shard: usize, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.0.read_at(shard, buf, offset).map(|_| buf.len() + 1)
+    }
+
+    fn path(&self, shard: usize) -> PathBuf {
+        self.0.path(shard)
+    }
+}
+
+#[test]
+fn bytes_that_cannot_have_been_read_are_not_taken() {
+    let checkpoint = open(&fixture());
+    let reader: Arc<dyn Reader> = Arc::new(Boastful(Buffered::new(checkpoint.clone()).unwrap()));
+    let store = with_buffers(&checkpoint, &reader, 20, SlabOptions::default());
+    let error = store.fetch(request(2, &[5])).next().unwrap().unwrap_err();
+    let ExpertError::Read { source, .. } = error else { panic!("{error}") };
+    let SlotReadError::Io { source, .. } = *source.downcast::<SlotReadError>().unwrap() else {
+        panic!("another error");
+    };
+    assert!(source.to_string().contains("into room for"), "{source}");
 }
 
 #[test]

@@ -81,7 +81,7 @@ pub use model_config::{
     AttentionKind, IndexerConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig, SpecialTokens, Variant,
 };
 pub use names::IndexerNames;
-pub use new_file::NewFile;
+pub use new_file::{NewFile, check_replaceable};
 pub use role::{Role, TensorId};
 pub use safetensors::Dtype;
 pub use shard_error::{AbsentShard, ShardError};

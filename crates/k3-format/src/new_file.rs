@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
-use std::io::{self, BufWriter, Write as _};
+use std::io::{self, BufWriter, Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
@@ -55,7 +55,18 @@ impl NewFile {
         Self::create_with(path, false)
     }
 
-    /// The same; with `direct`, bytes go past the page cache.
+    /// [`NewFile::create`], unless a file of another kind has the name ([`check_replaceable`]).
+    ///
+    /// # Errors
+    ///
+    /// As [`NewFile::create`], and [`ShardError::Unwritable`] for that file.
+    pub fn replacing(path: &Path, magic: &[u8]) -> Result<Self, ShardError> {
+        regular(path)?;
+        check_replaceable(path, magic)?;
+        Self::create(path)
+    }
+
+    /// [`NewFile::create`]; with `direct`, bytes go past the page cache.
     pub(crate) fn create_with(path: &Path, direct: bool) -> Result<Self, ShardError> {
         regular(path)?;
         let Some(name) = path.file_name() else {
@@ -166,6 +177,29 @@ impl NewFile {
             result => result.map_err(ShardError::io("synchronize", dir)),
         }
     }
+}
+
+/// Whether a file that has the name may be replaced: it is empty, or begins with what all of its kind begin with. A slip in the
+/// name of an output should cost nobody a file.
+///
+/// # Errors
+///
+/// [`ShardError::Unwritable`] for a file of another kind, [`ShardError::Io`] for one that cannot be read. Of what is no file,
+/// or not there, whoever creates it says what is wrong.
+pub fn check_replaceable(path: &Path, magic: &[u8]) -> Result<(), ShardError> {
+    if !fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
+        return Ok(());
+    }
+    let mut begin = Vec::new();
+    let read = |file: File| file.take(magic.len() as u64).read_to_end(&mut begin);
+    File::open(path).and_then(read).map_err(ShardError::io("read", path))?;
+    if begin.is_empty() || begin == magic {
+        return Ok(());
+    }
+    Err(ShardError::Unwritable {
+        path: path.to_owned(),
+        message: "a file of another kind has this name, and is left as it is; name another".into(),
+    })
 }
 
 /// Removes the partial file of a run that ended, and returns it, locked.

@@ -182,3 +182,20 @@ fn places_that_cannot_be_written_are_named() {
     assert!(!error.to_string().contains(&cause), "{error}");
     assert!(matches!(NewFile::create(&dir.path("..")), Err(ShardError::Unwritable { .. })));
 }
+
+#[test]
+fn a_file_of_another_kind_is_not_replaced() {
+    let dir = Dir::new();
+    let replace = || NewFile::replacing(&dir.path("out"), b"magic ");
+    let check = |text: &str, is_kept: bool| {
+        fs::write(dir.path("out"), text).unwrap();
+        let refused = matches!(replace(), Err(ShardError::Unwritable { .. }));
+        assert_eq!(refused, is_kept, "{text:?}");
+    };
+    replace().unwrap();
+    check("", false);
+    check("magic and more", false);
+    check("magic", true);
+    check("{}", true);
+    assert_eq!(fs::read(dir.path("out")).unwrap(), b"{}");
+}

@@ -42,6 +42,10 @@ macro_rules! delegate_device {
         type MlaState = <$inner as $crate::Device>::MlaState;
         type Selection = <$inner as $crate::Device>::Selection;
         const VALUE_BYTES: usize = <$inner as $crate::Device>::VALUE_BYTES;
+
+        fn score_bytes(&self, config: &$crate::device::ModelConfig, context: usize) -> u64 {
+            $crate::Device::score_bytes(&self.$field, config, context)
+        }
     };
     (@rows $field:tt $inner:ty) => {
         $crate::delegate_device! { @methods $field

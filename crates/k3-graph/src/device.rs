@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use k3_experts::{Completion, Expert};
-pub use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
+pub use k3_format::{IndexerConfig, KdaConfig, MlaConfig, ModelConfig};
 pub use k3_quant::Matrix;
 
 use crate::scalar::{keep_top_p, router_weights};
@@ -54,6 +54,11 @@ pub trait Device: Send + Sync {
     fn kind(&self) -> &'static str;
     /// What its arithmetic does that the model's does not, to be said beside every hash of logits. `None`: nothing.
     fn deviation(&self) -> Option<&'static str>;
+    /// Bytes that it may have at once for what grows with the `context` that is attended, whatever the number of rows: scores
+    /// of keys. [`crate::working_bytes_per_token`] has what grows with rows.
+    fn score_bytes(&self, _config: &ModelConfig, _context: usize) -> u64 {
+        0
+    }
 
     // Weights and host transfer.
 

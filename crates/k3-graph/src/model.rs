@@ -97,7 +97,7 @@ pub enum LoadError {
         layers: usize,
     },
     /// A share that is none.
-    #[error("routed top-p is a share of a token's weight, above 0 and at most 1; found {found}")]
+    #[error("routed top-p is a share of a token's weight, above 0 and at most 1; found {found:?}")]
     RoutedTopP {
         /// [`ModelOptions::routed_top_p`]
         found: f64,

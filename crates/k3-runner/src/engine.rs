@@ -188,7 +188,7 @@ impl<D: Device> Engine<D> {
     /// What makes this another function than the model's own and is to be said beside every hash of its logits: nothing,
     /// or ` (routed top-p 0.9)`.
     pub fn deviation(&self) -> String {
-        let top_p = self.model.routed_top_p().map(|p| format!("routed top-p {p}"));
+        let top_p = self.model.routed_top_p().map(|p| format!("routed top-p {p:?}"));
         let all: Vec<String> =
             top_p.into_iter().chain(self.model.device().deviation().map(str::to_owned)).collect();
         if all.is_empty() { String::new() } else { format!(" ({})", all.join(", ")) }

@@ -3,7 +3,7 @@
 use k3_experts::plan::{ExpertSizes, Needs};
 use k3_experts::trace::Geometry;
 use k3_format::{AttentionKind, ModelConfig};
-use k3_graph::{LogitsWanted, index_key_bytes, working_bytes_per_token};
+use k3_graph::{Device, LogitsWanted, index_key_bytes, working_bytes_per_token};
 
 use crate::EngineOptions;
 
@@ -19,7 +19,7 @@ pub fn state_bytes(config: &ModelConfig) -> (u64, u64) {
 }
 
 /// Tokens that prefill computes at once at most under [`EngineOptions::activation_bytes`], on a device with
-/// activations of `value_bytes` ([`k3_graph::Device::VALUE_BYTES`]), if these logits are wanted of it.
+/// activations of `value_bytes` ([`Device::VALUE_BYTES`]), if these logits are wanted of it.
 pub fn chunk_tokens(
     config: &ModelConfig,
     options: &EngineOptions,
@@ -31,30 +31,31 @@ pub fn chunk_tokens(
     options.chunk_tokens.unwrap_or(fitting).max(1)
 }
 
-/// What `sequences` of up to `context` tokens need, when prefill computes `chunk` tokens at once and `pinned` bytes of
-/// weights are kept.
-pub fn needs(
+/// What `sequences` of up to `context` tokens need on `device`, when prefill computes `chunk` tokens at once and `pinned` bytes
+/// of weights are kept.
+pub fn needs<D: Device>(
     config: &ModelConfig,
     pinned: u64,
     sequences: u64,
     context: u64,
     chunk: usize,
-    value_bytes: usize,
+    device: &D,
 ) -> Needs {
     let (fixed, growing) = state_bytes(config);
     // What grows is doubled when it is full.
     let state = fixed.saturating_add(growing.saturating_mul(context).saturating_mul(2));
-    let working = working_bytes_per_token(config, value_bytes, LogitsWanted::Last);
-    let activations = working.saturating_mul(context.min(chunk as u64));
+    let working = working_bytes_per_token(config, D::VALUE_BYTES, LogitsWanted::Last);
+    let scores = device.score_bytes(config, usize::try_from(context).unwrap_or(usize::MAX));
+    let activations = working.saturating_mul(context.min(chunk as u64)).saturating_add(scores);
     Needs { pinned, state: state.saturating_mul(sequences), activations }
 }
 
-/// The routed experts of a model, `slot_bytes` each.
-pub fn expert_sizes(config: &ModelConfig, slot_bytes: u64) -> ExpertSizes {
+/// The routed experts of a model, `slot_bytes` each, of which `moving` are on their way at most.
+pub fn expert_sizes(config: &ModelConfig, slot_bytes: u64, moving: usize) -> ExpertSizes {
     let geometry = Geometry {
         layers: config.num_hidden_layers() - config.first_k_dense_replace,
         experts: config.moe.num_experts,
         per_token: config.moe.num_experts_per_token,
     };
-    ExpertSizes { geometry, slot_bytes }
+    ExpertSizes { geometry, slot_bytes, moving: moving as u64 }
 }

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use k3_experts::trace::{Format, Geometry};
+use k3_experts::trace::{Format, Geometry, MAGIC};
 use k3_format::{ModelConfig, NewFile, ShardError};
 use k3_graph::{Observer, Point, Probe, Routing, Selection};
 
@@ -58,7 +58,7 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    /// Starts the file. It has its name when [`Recorder::finish`] returns.
+    /// Starts the file. It has its name when [`Recorder::finish`] returns; an earlier trace is replaced then, and no other file.
     pub(crate) fn create(path: &Path, config: &ModelConfig, loaded: usize) -> Result<Self, RecordError> {
         let dense = config.first_k_dense_replace;
         let geometry = Geometry {
@@ -70,7 +70,7 @@ impl Recorder {
             let Geometry { layers, experts, .. } = geometry;
             return Err(RecordError::Geometry { path: path.into(), loaded, layers, experts });
         }
-        let file = NewFile::create(path)
+        let file = NewFile::replacing(path, MAGIC)
             .map_err(|source| RecordError::Write { path: path.into(), source: Box::new(source) })?;
         let pass = vec![Vec::new(); geometry.layers];
         Ok(Self { file, geometry, dense, format: None, pass, lost: Vec::new(), tokens: 0, failed: None })

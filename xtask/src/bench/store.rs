@@ -39,7 +39,7 @@ pub(super) fn run(dir: &Path, reads_in_flight: usize, budget_bytes: u64) -> Resu
     let all = (expert_bytes * experts * (layers - first)) as u64;
     ensure!(
         budget_bytes < all / 2,
-        "a budget of {budget_bytes} bytes holds half of the {all} bytes of experts or more: there would be little to read"
+        "a budget of {budget_bytes} bytes holds half of the {all} bytes of experts or more: there would be little to read; name a smaller --budget-mb, or a larger snapshot"
     );
     ensure!(
         checkpoint.experts().scattered() == 0,

@@ -10,7 +10,7 @@ use bytes::BytesMut;
 
 use super::balance::{order, shares};
 use super::pool::Filled;
-use super::reader::{Reader, SlotReadError, read_full};
+use super::reader::{Reader, SlotReadError, count, read_full};
 use super::ticket::{Ended, Ticket};
 use super::{DriveCounters, Shared};
 
@@ -45,6 +45,10 @@ pub(super) struct Job {
 /// The queues.
 pub(super) struct Drives {
     reader: Arc<dyn Reader>,
+    /// What its reads should be multiples of.
+    align: usize,
+    /// The drive of each shard.
+    of_shard: Vec<usize>,
     queues: Vec<Queue>,
     /// Bytes a second of each drive, or any numbers in their proportion.
     rates: Vec<f64>,
@@ -128,13 +132,15 @@ impl Queue {
 }
 
 impl Drives {
-    /// The `drives` of a reader, with `each` reads in flight on average. `rates` were measured; without them all are
-    /// taken for equal.
-    pub(super) fn new(reader: Arc<dyn Reader>, drives: usize, rates: &[f64], each: usize) -> Self {
+    /// The drives of a reader, of which each shard is on one, with `each` reads in flight on average. `rates` were
+    /// measured; without them all are taken for equal.
+    pub(super) fn new(reader: Arc<dyn Reader>, of_shard: Vec<usize>, rates: &[f64], each: usize) -> Self {
+        let drives = count(&of_shard);
         let known = rates.len() == drives && rates.iter().all(|rate| rate.is_finite() && *rate > 0.0);
         let rates = if known { rates.to_vec() } else { vec![1.0; drives] };
-        let shares = shares(&rates, each);
-        Self { reader, queues: (0..drives).map(|_| Queue::default()).collect(), rates, shares }
+        let (shares, align) = (shares(&rates, each), reader.alignment().max(1));
+        let queues = (0..drives).map(|_| Queue::default()).collect();
+        Self { reader, align, of_shard, queues, rates, shares }
     }
 
     /// Number of drives.
@@ -192,7 +198,7 @@ impl Drives {
     /// Issues the reads of a layer so that drives end together. The fewer are left of a drive, the more pieces each
     /// has: it has enough to do until the last.
     pub(super) fn issue_all(&self, tickets: Vec<Arc<Ticket>>, mut issue: impl FnMut(Arc<Ticket>)) {
-        let drive = |ticket: &Ticket| ticket.place.segments.first().map_or(0, |s| self.reader.drive(s.shard));
+        let drive = |ticket: &Ticket| ticket.place.segments.first().map_or(0, |s| self.of_shard[s.shard]);
         let reads: Vec<_> = tickets.iter().map(|t| (drive(t), t.place.bytes() as u64)).collect();
         let order = if self.len() == 1 { (0..tickets.len()).collect() } else { order(&reads, &self.rates()) };
         let mut left = vec![0_usize; self.len()];
@@ -218,8 +224,8 @@ impl Drives {
 
     /// Puts the reads of a ticket into the queues.
     pub(super) fn issue(&self, ticket: &Arc<Ticket>, buffer: BytesMut) {
-        for (number, chunk, segment, begin) in ticket.cut(buffer, self.reader.alignment()) {
-            let queue = &self.queues[self.reader.drive(ticket.place.segments[segment].shard)];
+        for (number, chunk, segment, begin) in ticket.cut(buffer, self.align) {
+            let queue = &self.queues[self.of_shard[ticket.place.segments[segment].shard]];
             let job = Job { ticket: ticket.clone(), number, chunk, segment, begin };
             let mut jobs = queue.jobs();
             match ticket.urgency {
@@ -254,7 +260,7 @@ impl Drives {
     /// Puts back what was taken, as what somebody asks for.
     pub(super) fn demand(&self, taken: Vec<Job>) {
         for job in taken {
-            let queue = &self.queues[self.reader.drive(job.ticket.place.segments[job.segment].shard)];
+            let queue = &self.queues[self.of_shard[job.ticket.place.segments[job.segment].shard]];
             queue.jobs().demands.push_back(job);
             queue.more.notify_one();
         }

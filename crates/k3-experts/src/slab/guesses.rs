@@ -33,19 +33,30 @@ impl Shared {
 
     /// Takes back a guess of which nothing has been read. Of another, what is still queued becomes a demand.
     pub(super) fn take_back(&self, ticket: &Arc<Ticket>) -> bool {
+        match self.withdraw(ticket) {
+            Ok(()) => true,
+            Err(rest) => {
+                self.drives.demand(rest);
+                false
+            }
+        }
+    }
+
+    /// Ends a guess of which nothing has been read. Of another it takes what is still queued out of the queues, and gives
+    /// it to the caller.
+    fn withdraw(&self, ticket: &Arc<Ticket>) -> Result<(), Vec<Job>> {
         if self.pool.take_back(ticket) {
-            return true;
+            return Ok(());
         }
         let taken = self.drives.take(ticket);
         // One that has come entirely has begun too.
         if ticket.has_begun() {
-            self.drives.demand(taken);
-            return false;
+            return Err(taken);
         }
         let unread = self.give_up(taken);
-        self.pool.unguess(ticket.place.bytes() as u64, true);
         debug_assert!(unread > 0, "a guess that is not queued has begun");
-        true
+        self.pool.unguess(ticket.place.bytes() as u64, true);
+        Ok(())
     }
 
     /// Ends a read that nobody wants any more, as far as it has not begun. Returns the bytes that will not be read.
@@ -66,18 +77,17 @@ impl Shared {
                 return true;
             }
             let bytes = self.places.of(&self.checkpoint, *key).map_or(0, |place| place.bytes() as u64);
-            let mut unread = 0;
-            if let Entry::OnItsWay(ticket) = entry {
-                if self.pool.take_back(ticket) {
-                    unread = bytes;
-                } else {
-                    let taken = self.drives.take(ticket);
-                    let is_all = !ticket.has_begun();
-                    unread = self.give_up(taken);
-                    unread = if is_all { bytes } else { unread };
-                    self.pool.unguess(unread, is_all);
-                }
-            }
+            let unread = match entry {
+                Entry::Here(_) => 0,
+                Entry::OnItsWay(ticket) => match self.withdraw(ticket) {
+                    Ok(()) => bytes,
+                    Err(rest) => {
+                        let unread = self.give_up(rest);
+                        self.pool.unguess(unread, false);
+                        unread
+                    }
+                },
+            };
             // What was not read has cost nothing.
             *guess_bytes = guess_bytes.saturating_add(unread);
             counters.bytes_wasted += bytes - unread;

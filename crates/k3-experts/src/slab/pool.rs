@@ -283,7 +283,7 @@ mod tests {
     /// To free it and make another for the next read would be work for nothing, and there would be no fewer of them.
     #[test]
     fn a_buffer_beyond_the_budget_goes_to_the_read_that_waits() {
-        let drives = Arc::new(Drives::new(Arc::new(Nothing), 1, &[], 1));
+        let drives = Arc::new(Drives::new(Arc::new(Nothing), vec![0], &[], 1));
         let pool = Pool::new(1, 1, 1, drives);
         let (sender, _receiver) = channel();
         let tickets = [2, 3, 4].map(|id| wanted(id, sender.clone()));
@@ -304,7 +304,7 @@ mod tests {
     /// Only who holds the store can take its expert out of the tables: the next to ask for it would wait for ever.
     #[test]
     fn a_read_without_memory_is_given_back_to_be_ended() {
-        let drives = Arc::new(Drives::new(Arc::new(Nothing), 1, &[], 1));
+        let drives = Arc::new(Drives::new(Arc::new(Nothing), vec![0], &[], 1));
         let pool = Pool::new(1, isize::MAX as usize, 1, drives);
         let (sender, receiver) = channel();
         let ticket = wanted(2, sender);

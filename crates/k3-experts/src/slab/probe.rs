@@ -9,7 +9,7 @@ use k3_format::Checkpoint;
 use super::drives::STACK_BYTES;
 use super::place::{Place, Places};
 use super::pool::aligned;
-use super::reader::{Reader, SlotReadError, drive_count, read_full};
+use super::reader::{Reader, SlotReadError, count, drives_of, read_full};
 use super::ticket::Key;
 use crate::{ExpertError, ExpertId};
 
@@ -146,7 +146,8 @@ fn sample(
     let config = checkpoint.config();
     let (first, experts) = (config.first_k_dense_replace, config.moe.num_experts);
     let mut keys: Vec<u32> = (0..checkpoint.experts().len() as u32).collect();
-    let mut drives: Vec<Drive> = (0..drive_count(checkpoint, reader)).map(|_| Drive::default()).collect();
+    let of_shard = drives_of(checkpoint, reader);
+    let mut drives: Vec<Drive> = (0..count(&of_shard)).map(|_| Drive::default()).collect();
     let mut random = seed;
     for at in 0..keys.len() {
         if drives.iter().all(|drive| drive.reads.len() == MOST_READS) {
@@ -158,7 +159,7 @@ fn sample(
         let expert = keys[at] as usize;
         let key = Key { layer: first + expert / experts, id: (expert % experts) as ExpertId };
         let place = places.of(checkpoint, key)?;
-        let drive = &mut drives[place.segments.first().map_or(0, |segment| reader.drive(segment.shard))];
+        let drive = &mut drives[place.segments.first().map_or(0, |segment| of_shard[segment.shard])];
         if drive.reads.len() < MOST_READS {
             drive.reads.push((key, place));
         }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,8 +13,8 @@ use k3_format::Checkpoint;
 use super::SlabError;
 use super::pool::aligned;
 
-/// Reads the shards of a checkpoint. Several threads read at the same time. A reader must not panic: who waits for the read
-/// would wait for ever.
+/// Reads the shards of a checkpoint. Several threads read at the same time. A read that panics is one that failed
+/// ([`SlotReadError::Panicked`]); [`Reader::drive`] and [`Reader::alignment`] are asked when a store is made, and never again.
 pub trait Reader: Send + Sync + fmt::Debug {
     /// As `pread`: may return fewer bytes than `buf` has room for, 0 at the end of the file, and
     /// [`io::ErrorKind::Interrupted`]. Is asked for multiples of [`Reader::alignment`], and after a short read for the
@@ -71,6 +72,18 @@ pub enum SlotReadError {
         #[source]
         source: Arc<io::Error>,
     },
+    /// The reader panicked.
+    #[error("the reader panicked at {wanted} bytes from offset {offset} of shard {shard}: {message}")]
+    Panicked {
+        /// Which file, counted as [`Reader::read_at`] does.
+        shard: usize,
+        /// Where the read began.
+        offset: u64,
+        /// Bytes asked for.
+        wanted: usize,
+        /// What it said.
+        message: String,
+    },
     /// There is no memory for a slot.
     #[error("no memory for a slot of {bytes} bytes; a smaller expert budget needs less")]
     NoMemory {
@@ -85,8 +98,26 @@ pub enum SlotReadError {
     Closed,
 }
 
-/// Reads `buf` from `offset` on, at least its first `needed` bytes.
+/// Reads `buf` from `offset` on, at least its first `needed` bytes. What the reader does wrong ends here: the thread has
+/// others to serve, and somebody waits for this one.
 pub(super) fn read_full(
+    reader: &dyn Reader,
+    shard: usize,
+    buf: &mut [u8],
+    offset: u64,
+    needed: usize,
+) -> Result<(), SlotReadError> {
+    // Nothing is shared but the bytes, which nobody sees after an error.
+    let read = || read_or_fail(reader, shard, buf, offset, needed);
+    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        let message = text.unwrap_or_else(|| "it gave no message".to_owned());
+        Err(SlotReadError::Panicked { shard, offset, wanted: needed, message })
+    })
+}
+
+fn read_or_fail(
     reader: &dyn Reader,
     shard: usize,
     buf: &mut [u8],
@@ -95,16 +126,24 @@ pub(super) fn read_full(
 ) -> Result<(), SlotReadError> {
     let mut got = 0;
     while got < needed {
+        let room = buf.len() - got;
+        let failed = |source: io::Error| {
+            let (path, source) = (reader.path(shard), Arc::new(source));
+            Err(SlotReadError::Io { path, offset, wanted: needed, source })
+        };
         match reader.read_at(shard, &mut buf[got..], offset + got as u64) {
             Ok(0) => {
                 return Err(SlotReadError::Short { path: reader.path(shard), offset, wanted: needed, got });
             }
+            // The bytes that it cannot have read would be taken for weights.
+            Ok(n) if n > room => {
+                return failed(io::Error::other(format!(
+                    "the reader says that it read {n} bytes into room for {room}"
+                )));
+            }
             Ok(n) => got += n,
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => {
-                let (path, source) = (reader.path(shard), Arc::new(e));
-                return Err(SlotReadError::Io { path, offset, wanted: needed, source });
-            }
+            Err(e) => return failed(e),
         }
     }
     Ok(())
@@ -208,9 +247,22 @@ impl Reader for Direct {
     }
 }
 
+/// The drive of each shard, as a reader tells it.
+pub(super) fn drives_of(checkpoint: &Checkpoint, reader: &dyn Reader) -> Vec<usize> {
+    (0..checkpoint.shards().files().len()).map(|shard| reader.drive(shard)).collect()
+}
+
+/// How many drives these are.
+pub(super) fn count(drives: &[usize]) -> usize {
+    drives.iter().max().map_or(1, |last| last + 1)
+}
+
 /// Drives that the shards of `checkpoint` are on.
-pub(crate) fn drive_count(checkpoint: &Checkpoint, reader: &dyn Reader) -> usize {
-    (0..checkpoint.shards().files().len()).map(|shard| reader.drive(shard) + 1).max().unwrap_or(1)
+///
+/// # Errors
+/// [`SlabError::Open`].
+pub fn drive_count(checkpoint: &Checkpoint) -> Result<usize, SlabError> {
+    drives(checkpoint).map(|drives| count(&drives))
 }
 
 /// The drive of each shard, numbered in order of appearance.

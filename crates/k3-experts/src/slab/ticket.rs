@@ -140,8 +140,9 @@ impl Ticket {
 
     /// Cuts a buffer into what is read at once. Returns number, chunk, segment and offset in the segment of each.
     pub(super) fn cut(&self, mut buffer: BytesMut, align: usize) -> Vec<(usize, BytesMut, usize, usize)> {
-        let wanted = self.place.bytes().div_ceil(self.pieces.load(Relaxed).max(1));
-        let piece = wanted.max(self.least).max(1).next_multiple_of(align);
+        let bytes = self.place.bytes();
+        let wanted = bytes.div_ceil(self.pieces.load(Relaxed).max(1));
+        let piece = wanted.max(self.least.min(bytes)).max(1).next_multiple_of(align);
         let mut jobs = Vec::new();
         let mut progress = self.progress();
         for (index, segment) in self.place.segments.iter().enumerate() {

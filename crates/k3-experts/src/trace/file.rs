@@ -10,6 +10,8 @@ use std::io::{self, BufRead, Read, Write};
 use super::{Geometry, Trace};
 use crate::ExpertId;
 
+/// What every such file begins with.
+pub const MAGIC: &[u8] = b"k3-routing ";
 /// Most layers and most experts of a layer: nothing larger than what an id has room for.
 const MAX: usize = 1 << 16;
 /// Most experts of all layers, 200 times those of the released models: what is allocated for a token is bounded by it.
@@ -40,6 +42,14 @@ pub enum TraceFileError {
         found: u16,
         /// Experts of a layer.
         experts: usize,
+    },
+    /// An id is in a choice twice.
+    #[error("token {token} of the routing trace names expert {expert} twice in one layer")]
+    Twice {
+        /// From 0.
+        token: usize,
+        /// The id.
+        expert: u16,
     },
 }
 
@@ -114,6 +124,8 @@ impl Trace {
         let mut trace = Self::new(geometry, ranks);
         let mut bytes = vec![0; geometry.layers * ranks * 2];
         let mut choices: Vec<ExpertId> = Vec::with_capacity(geometry.layers * ranks);
+        // The choice in which each expert was named last, all choices counted from 1.
+        let (mut choice, mut named) = (0_u64, vec![0; geometry.experts]);
         loop {
             match file.read_exact(&mut bytes) {
                 Ok(()) => {}
@@ -121,10 +133,14 @@ impl Trace {
                 Err(e) => return Err(e.into()),
             }
             choices.clear();
-            for id in bytes.as_chunks().0 {
+            for (at, id) in bytes.as_chunks().0.iter().enumerate() {
                 let found = u16::from_le_bytes(*id);
-                if usize::from(found) >= geometry.experts {
+                choice += u64::from(at % ranks == 0);
+                let Some(last) = named.get_mut(usize::from(found)) else {
                     return Err(TraceFileError::Id { token: trace.len(), found, experts: geometry.experts });
+                };
+                if std::mem::replace(last, choice) == choice {
+                    return Err(TraceFileError::Twice { token: trace.len(), expert: found });
                 }
                 choices.push(found.into());
             }

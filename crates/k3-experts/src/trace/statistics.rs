@@ -2,7 +2,8 @@
 
 use super::Trace;
 
-/// Figures of a trace, averaged over layers and positions. `docs/expert-store.md` 1 has those of the released model.
+/// Figures of a trace, averaged over layers and positions; NaN where it has not as many tokens. `docs/expert-store.md` 1 has
+/// those of the released model.
 #[derive(Clone, Debug)]
 pub struct Statistics<'a> {
     trace: &'a Trace,

@@ -44,6 +44,13 @@ fn what_is_no_trace_is_refused() {
     header("k3-routing 1 65536 257 1 1\n");
     let error = Trace::read(&b"k3-routing 1 1 2 1 1\n\x01\x00\x02\x00"[..]).unwrap_err();
     assert!(matches!(error, TraceFileError::Id { token: 1, found: 2, experts: 2 }), "{error}");
+    // The same experts in the next layer and the next token, and then one twice in a layer.
+    let distinct = b"k3-routing 1 2 2 2 2\n\x00\x00\x01\x00\x01\x00\x00\x00\x00\x00\x01\x00\x01\x00\x00\x00";
+    assert_eq!(Trace::read(&distinct[..]).unwrap().len(), 2);
+    let mut twice = *distinct;
+    twice[distinct.len() - 2] = 1;
+    let error = Trace::read(&twice[..]).unwrap_err();
+    assert!(matches!(error, TraceFileError::Twice { token: 1, expert: 1 }), "{error}");
 }
 
 #[test]

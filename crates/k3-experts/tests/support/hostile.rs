@@ -16,6 +16,8 @@ pub(crate) struct Hostile {
     state: Mutex<u64>,
     /// Reads fail while this is set.
     pub(crate) broken: AtomicBool,
+    /// Reads panic while this is set.
+    pub(crate) panicking: AtomicBool,
     pub(crate) reads: AtomicU64,
     /// Reads wait while this is set.
     pub(crate) held: AtomicBool,
@@ -25,8 +27,9 @@ pub(crate) struct Hostile {
 impl Hostile {
     pub(crate) fn new(checkpoint: &Arc<Checkpoint>, seed: u64, align: usize) -> Arc<Self> {
         let inner = Buffered::new(checkpoint.clone()).unwrap();
-        let (broken, held) = (AtomicBool::new(false), AtomicBool::new(false));
-        Arc::new(Self { inner, state: Mutex::new(seed), broken, reads: AtomicU64::new(0), held, align })
+        let [broken, panicking, held] = [false; 3].map(AtomicBool::new);
+        let (state, reads) = (Mutex::new(seed), AtomicU64::new(0));
+        Arc::new(Self { inner, state, broken, panicking, reads, held, align })
     }
 
     fn random(&self) -> u64 {
@@ -42,6 +45,7 @@ impl Reader for Hostile {
         while self.held.load(Relaxed) {
             std::thread::sleep(Duration::from_millis(1));
         }
+        assert!(!self.panicking.load(Relaxed), "no such thing as shard {shard}");
         if self.broken.load(Relaxed) {
             return Err(io::Error::from_raw_os_error(5));
         }

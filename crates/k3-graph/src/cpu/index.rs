@@ -38,6 +38,12 @@ pub const fn index_key_bytes(dim: usize) -> usize {
     dim * size_of::<f32>() + KeyCodes::bytes_per_key(dim)
 }
 
+/// Bytes of a thread that selects of `keys`, at most unless keys are made to lie close together: the scores of rows that go
+/// together, and the keys of one of them that look promising, which may be all, in a list that grows.
+pub(super) fn score_bytes(keys: usize) -> u64 {
+    (keys as u64).saturating_mul(((filter::ROWS + 3) * size_of::<f32>()) as u64)
+}
+
 /// Keys of a sequence, in f32 and in 8 bits.
 #[derive(Clone, Debug)]
 pub(super) struct Keys {

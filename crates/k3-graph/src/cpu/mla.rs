@@ -32,6 +32,18 @@ const WEIGHT_ROWS: usize = 12;
 /// Products that one thread adds in a nanosecond, about.
 const PRODUCTS: usize = 20;
 
+/// Heads of one row that attend together: as many as leave every thread some tasks.
+fn heads_together(heads: usize, threads: usize) -> usize {
+    (heads / (2 * threads)).clamp(1, TASK_HEADS)
+}
+
+/// Bytes of each of so many threads that attends `keys`: the scores of a task.
+pub(super) fn score_bytes(keys: usize, heads: usize, threads: usize) -> u64 {
+    let one_row = heads_together(heads, threads).saturating_mul(keys);
+    let several_rows = TASK_SCORES.min(TASK_ROWS.saturating_mul(keys));
+    (one_row.max(several_rows) as u64).saturating_mul(size_of::<f32>() as u64)
+}
+
 /// State of a full-attention layer.
 #[derive(Clone, Debug)]
 pub struct MlaState {
@@ -216,7 +228,14 @@ struct Buffers {
 
 /// `len` zeros.
 fn zeros<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+    /// The next row sees a key more: room for some of them, and not for twice as many.
+    const ROOM: usize = 1 << 12;
     buffer.clear();
+    if buffer.capacity() < len {
+        // The old one goes first: of a long context each has megabytes.
+        *buffer = Vec::new();
+        buffer.reserve_exact(len.next_multiple_of(ROOM));
+    }
     buffer.resize(len, T::default());
     buffer
 }
@@ -309,8 +328,7 @@ impl Step<'_> {
             let out = queries.filter_map(|at| latents[at].take()).collect();
             Task { rows, heads, out }
         };
-        // As many heads together as leave every thread some tasks.
-        let few_heads = (heads / (2 * self.device.threads.count())).clamp(1, TASK_HEADS);
+        let few_heads = heads_together(heads, self.device.threads.count());
         let mut tasks = Vec::new();
         let mut row = 0;
         while row < n {

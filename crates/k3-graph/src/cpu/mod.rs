@@ -14,7 +14,7 @@ mod topology;
 
 use std::ops::Range;
 
-use k3_format::{IndexerConfig, KdaConfig, MlaConfig};
+use k3_format::{IndexerConfig, KdaConfig, MlaConfig, ModelConfig};
 use k3_quant::Matrix;
 use k3_quant::cpu::Mode;
 use k3_quant::cpu::vector::Vectors;
@@ -153,6 +153,17 @@ impl Device for Cpu {
 
     fn deviation(&self) -> Option<&'static str> {
         (self.mode == Mode::Int8).then_some("int8 activations")
+    }
+
+    fn score_bytes(&self, config: &ModelConfig, context: usize) -> u64 {
+        let selected = config.indexer.as_ref().map(|indexer| indexer.topk).filter(|topk| *topk < context);
+        let attended = |keys| mla::score_bytes(keys, config.mla.num_heads, self.threads());
+        // One after the other.
+        let bytes = match selected {
+            Some(topk) => index::score_bytes(context).max(attended(topk)),
+            None => attended(context),
+        };
+        bytes.saturating_mul(self.threads() as u64)
     }
 
     fn load_linear(&self, weight: Matrix) -> Result<Matrix, DeviceError> {

@@ -26,8 +26,8 @@ const HANDLES: usize = 96;
 /// * for [`LogitsWanted::All`] the logits, twice;
 /// * the operands of products in the order in which kernels read them, which stay as long as the operand.
 ///
-/// Not counted is what does not grow with the number of tokens (scratch of a thread, steps of 32 rows in full attention),
-/// and what stays: the state of the sequence, and logits that were handed over.
+/// Not counted is what does not grow with the number of tokens (steps of 32 rows in full attention, and the scores of a
+/// context, [`crate::Device::score_bytes`]), and what stays: the state of the sequence, and logits that were handed over.
 pub fn working_bytes_per_token(config: &ModelConfig, value_bytes: usize, logits: LogitsWanted) -> u64 {
     let layers = 0..config.num_hidden_layers();
     let block = config.attn_res_block_size.max(1);
