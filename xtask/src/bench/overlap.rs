@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
 use k3_experts::policy::PolicyName;
 use k3_experts::simulate;
@@ -19,7 +19,7 @@ use k3_experts::{Choices, ExpertId, ExpertRequest, ExpertStore, Phase, SlabOptio
 use k3_format::{Checkpoint, LoadMode, OpenOptions};
 use k3_graph::{Cpu, LogitsWanted, Lookahead, Model, ModelOptions, SequenceState, Silent, Span};
 
-use report::{Round, alone, together};
+use report::{ARITHMETIC, ARITHMETIC_BESIDE, IO, IO_BESIDE, Round, TOGETHER, alone, together};
 use timed::{Asked, Timed, Visit};
 
 #[derive(Clone, Debug, clap::Args)]
@@ -162,7 +162,7 @@ fn time_decode(
     let trace = trace(geometry, warm.iter().chain(&requests))?;
     for &wanted in &args.hit_rates {
         let slots = slots_for(&trace, args.warm, wanted);
-        let mut stores = vec![bench.store(slots)?];
+        let mut stores = vec![bench.store(slots)?, bench.store(slots)?];
         for &guesses in &args.guesses {
             stores.push(bench.guessing_store(slots, guesses)?);
         }
@@ -177,7 +177,7 @@ fn time_decode(
         writeln!(out, "\ndecode, {slots} slots, {} tokens in {} rounds", timed.len(), rounds.len())?;
         alone(out, &rounds, args.round)?;
         for (i, guesses) in args.guesses.iter().enumerate() {
-            let (after, before) = (stores[i + 1].counters(), before[i + 1]);
+            let (after, before) = (stores[i + 2].counters(), before[i + 2]);
             let hits = (after.hits - before.hits) as f64 / (after.requested - before.requested) as f64;
             writeln!(
                 out,
@@ -186,7 +186,7 @@ fn time_decode(
                 after.guesses_used - before.guesses_used,
                 (after.bytes_wasted - before.bytes_wasted) as f64 / 1e9
             )?;
-            together(out, &rounds, 2 + i, args.round)?;
+            together(out, &rounds, TOGETHER + i, args.round)?;
         }
     }
     Ok(())
@@ -213,13 +213,16 @@ fn time_prefill(
     let mut rounds = Vec::new();
     let mut requests = Vec::new();
     for turn in 0..args.repeat {
-        let mut round = Round { parts: vec![Vec::new(); 3] };
+        let mut round = Round { parts: vec![Vec::new(); TOGETHER + 1] };
         // What is read alone needs a pass to have asked for it.
-        for part in [1, 2, 0].map(|part| if turn == 0 { part } else { (part + turn) % 3 }) {
-            round.parts[part] = if part == 0 {
+        let mut parts = [ARITHMETIC, TOGETHER, IO];
+        let places = parts.len();
+        parts.rotate_left(turn % places);
+        for part in parts {
+            round.parts[part] = if part == IO {
                 replay(&Timed::new(&bench.store(geometry.per_token)?, None), &requests)?
             } else {
-                let fresh = if part == 2 { Some(bench.store(geometry.per_token)?) } else { None };
+                let fresh = if part == TOGETHER { Some(bench.store(geometry.per_token)?) } else { None };
                 let timed = Timed::new(fresh.as_ref().unwrap_or(resident), None);
                 bench.pass(&timed, &mut bench.model.new_state()?, &ids)?;
                 let (asked, visits) = timed.take();
@@ -231,7 +234,7 @@ fn time_prefill(
     }
     writeln!(out, "\nprefill of {} tokens, {} rounds", args.prefill, rounds.len())?;
     alone(out, &rounds, 1)?;
-    together(out, &rounds, 2, 1)?;
+    together(out, &rounds, TOGETHER, 1)?;
     Ok(())
 }
 
@@ -247,7 +250,7 @@ struct Decode<'a> {
 }
 
 impl Decode<'_> {
-    /// `stores`: the first for I/O alone, the others for both together.
+    /// `stores`: the first two for I/O alone and beside arithmetic, the others for both together.
     fn rounds(
         &self,
         resident: &SlabStore,
@@ -255,8 +258,11 @@ impl Decode<'_> {
         tokens: usize,
         rest: Duration,
     ) -> Result<Vec<Round>> {
-        let mut timed = vec![Timed::new(&stores[0], None), Timed::new(resident, None)];
-        timed.extend(stores[1..].iter().map(|store| Timed::new(store, self.future)));
+        let mut timed: Vec<_> = [&stores[0], resident, &stores[1], resident]
+            .into_iter()
+            .map(|store| Timed::new(store, None))
+            .collect();
+        timed.extend(stores[2..].iter().map(|store| Timed::new(store, self.future)));
         let copy = || self.state.try_clone(self.bench.model.device());
         let mut states = timed.iter().map(|_| copy()).collect::<Result<Vec<_>, _>>()?;
         let mut rounds = Vec::new();
@@ -264,14 +270,24 @@ impl Decode<'_> {
         let requests = self.requests.chunks(tokens * a_token);
         for (turn, (ids, requests)) in self.ids.chunks(tokens).zip(requests).enumerate() {
             let mut round = Round { parts: vec![Vec::new(); timed.len()] };
-            for part in (0..timed.len()).map(|part| (part + turn) % timed.len()) {
+            let mut decode = |part: usize| {
+                self.bench.decode(&timed[part], &mut states[part], ids)?;
+                anyhow::Ok(timed[part].take().1)
+            };
+            let parts: Vec<usize> = (0..timed.len()).filter(|part| *part != ARITHMETIC_BESIDE).collect();
+            for part in (0..parts.len()).map(|i| parts[(i + turn) % parts.len()]) {
                 thread::sleep(rest);
-                round.parts[part] = if part == 0 {
-                    replay(&timed[0], requests)?
-                } else {
-                    self.bench.decode(&timed[part], &mut states[part], ids)?;
-                    timed[part].take().1
-                };
+                match part {
+                    IO => round.parts[IO] = replay(&timed[IO], requests)?,
+                    IO_BESIDE => thread::scope(|scope| {
+                        let io = scope.spawn(|| replay(&timed[IO_BESIDE], requests));
+                        round.parts[ARITHMETIC_BESIDE] = decode(ARITHMETIC_BESIDE)?;
+                        let io = io.join().map_err(|_| anyhow!("the thread that reads panicked"))?;
+                        round.parts[IO_BESIDE] = io?;
+                        anyhow::Ok(())
+                    })?,
+                    part => round.parts[part] = decode(part)?,
+                }
             }
             rounds.push(round);
         }

@@ -6,14 +6,18 @@ use anyhow::Result;
 
 use super::timed::Visit;
 
-/// The visits of each part: I/O alone, arithmetic alone, and both together in one or several ways.
+/// The visits of each part: I/O alone, arithmetic alone, each of them beside the other and knowing nothing of it, and both
+/// together in one or several ways.
 pub(super) struct Round {
     pub(super) parts: Vec<Vec<Visit>>,
 }
 
-/// I/O alone, arithmetic alone: places in [`Round::parts`].
-const IO: usize = 0;
-const ARITHMETIC: usize = 1;
+/// Places in [`Round::parts`].
+pub(super) const IO: usize = 0;
+pub(super) const ARITHMETIC: usize = 1;
+pub(super) const IO_BESIDE: usize = 2;
+pub(super) const ARITHMETIC_BESIDE: usize = 3;
+pub(super) const TOGETHER: usize = 4;
 
 /// Of which layers a number is.
 #[derive(Clone, Copy)]
@@ -28,7 +32,7 @@ impl Round {
     /// Visits of the layers that count, each with its I/O alone and its arithmetic alone.
     fn visits(&self, part: usize, layers: Layers) -> Vec<[&Visit; 3]> {
         static NOTHING: Visit = Visit::NOTHING;
-        let mut io = self.parts[IO].iter();
+        let mut io = self.parts[if part == ARITHMETIC_BESIDE { IO_BESIDE } else { IO }].iter();
         let mut is_first = true;
         let all =
             self.parts[ARITHMETIC].iter().zip(&self.parts[part]).filter_map(move |(arithmetic, visit)| {
@@ -42,14 +46,19 @@ impl Round {
     }
 
     fn seconds(&self, part: usize, layers: Layers) -> f64 {
-        if part == IO {
-            return self.visits(ARITHMETIC, layers).iter().map(|[io, ..]| io.fetch()).sum();
+        if part == IO || part == IO_BESIDE {
+            return self.visits(part + 1, layers).iter().map(|[io, ..]| io.fetch()).sum();
         }
         self.visits(part, layers).iter().map(|[.., visit]| visit.outside + visit.fetch()).sum()
     }
 
     fn greater(&self, layers: Layers) -> f64 {
         self.seconds(IO, layers).max(self.seconds(ARITHMETIC, layers))
+    }
+
+    /// The longer of the two that went on at the same time: what the machine takes from each for the other is in it.
+    fn beside(&self, layers: Layers) -> f64 {
+        self.seconds(IO_BESIDE, layers).max(self.seconds(ARITHMETIC_BESIDE, layers))
     }
 
     /// What the two parts need that can go on at the same time in a pass that knows a layer's experts from the layer's
@@ -76,7 +85,7 @@ fn seconds(
     tokens: usize,
     of: impl Fn(&Round, Layers) -> f64,
 ) -> Result<()> {
-    write!(out, "  {name:<36}")?;
+    write!(out, "  {name:<38}")?;
     for layers in [Layers::All, Layers::Inner] {
         let [median, least, most] = spread(rounds, |round| of(round, layers) / tokens as f64);
         write!(out, "  {median:.3} ({least:.3} to {most:.3})")?;
@@ -88,11 +97,14 @@ fn seconds(
 pub(super) fn alone(out: &mut impl Write, rounds: &[Round], tokens: usize) -> Result<()> {
     writeln!(
         out,
-        "  {:<36}  all layers{:12}  those behind a MoE layer",
+        "  {:<38}  all layers{:12}  those behind a MoE layer",
         "seconds, median of rounds (range)", ""
     )?;
     seconds(out, "I/O alone", rounds, tokens, |round, layers| round.seconds(IO, layers))?;
     seconds(out, "arithmetic alone", rounds, tokens, |round, layers| round.seconds(ARITHMETIC, layers))?;
+    if rounds.iter().all(|round| !round.parts[IO_BESIDE].is_empty()) {
+        seconds(out, "both at once, unrelated: the longer", rounds, tokens, Round::beside)?;
+    }
     seconds(out, "bound without guesses, by layers", rounds, tokens, Round::by_layers)
 }
 
@@ -103,6 +115,9 @@ pub(super) fn together(out: &mut impl Write, rounds: &[Round], part: usize, toke
         move |round: &Round, layers| tokens as f64 * round.seconds(part, layers) / of(round, layers)
     };
     seconds(out, "ratio to the greater alone", rounds, tokens, ratio(Round::greater))?;
+    if rounds.iter().all(|round| !round.parts[IO_BESIDE].is_empty()) {
+        seconds(out, "ratio to both at once, unrelated", rounds, tokens, ratio(Round::beside))?;
+    }
     seconds(out, "ratio to the bound by layers", rounds, tokens, ratio(Round::by_layers))?;
     for layers in [Layers::All, Layers::Inner] {
         let mut sums = [Visit::default(); 2];
