@@ -1,5 +1,6 @@
 //! How much of reading is hidden behind arithmetic, or of arithmetic behind reading.
 
+mod paced;
 mod report;
 mod timed;
 
@@ -11,6 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::ValueEnum;
+use k3_experts::plan::parse_rate;
 use k3_experts::policy::PolicyName;
 use k3_experts::simulate;
 use k3_experts::slab::{Direct, Reader};
@@ -19,6 +21,7 @@ use k3_experts::{Choices, ExpertId, ExpertRequest, ExpertStore, Phase, SlabOptio
 use k3_format::{Checkpoint, LoadMode, OpenOptions};
 use k3_graph::{Cpu, LogitsWanted, Lookahead, Model, ModelOptions, SequenceState, Silent, Span};
 
+use paced::Paced;
 use report::{ARITHMETIC, ARITHMETIC_BESIDE, IO, IO_BESIDE, Round, TOGETHER, alone, together};
 use timed::{Asked, Timed, Visit};
 
@@ -51,6 +54,10 @@ pub(super) struct Args {
     /// Reads in flight on a drive
     #[arg(long, default_value_t = 6)]
     reads_in_flight: usize,
+    /// Bytes a second that the drive gives at most, as if all shards were on one: 0 lets it give what it can. For a disk that
+    /// gives more for a while than it keeps up; less than it keeps up is the same in every part
+    #[arg(long, value_name = "BYTES", default_value = "0", value_parser = parse_rate)]
+    drive_rate: u64,
     /// What the next layer's router is given early
     #[arg(long, value_enum, default_value_t)]
     lookahead: LookaheadName,
@@ -123,7 +130,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
     };
     let bench = Bench {
         model: Model::load(device, config, &*checkpoint, &options, &mut |_, _| {})?,
-        reader: Arc::new(Direct::new(checkpoint.clone())?),
+        reader: match (Direct::new(checkpoint.clone())?, args.drive_rate) {
+            (direct, 0) => Arc::new(direct),
+            (direct, rate) => Arc::new(Paced::new(direct, rate)),
+        },
         reads_in_flight: args.reads_in_flight,
         checkpoint,
     };
