@@ -225,19 +225,6 @@ impl Matrix {
         &self.data
     }
 
-    /// The elements' bytes, without scales.
-    #[cfg(target_arch = "x86_64")]
-    pub(crate) fn codes(&self) -> &[u8] {
-        match &self.data {
-            MatrixData::F32(codes)
-            | MatrixData::Bf16(codes)
-            | MatrixData::Mxfp4 { packed: codes, .. }
-            | MatrixData::Nvfp4 { packed: codes, .. }
-            | MatrixData::Int8 { codes, .. }
-            | MatrixData::Int4 { packed: codes, .. } => codes,
-        }
-    }
-
     /// Bytes that one product with this matrix reads.
     pub fn size_bytes(&self) -> usize {
         match &self.data {

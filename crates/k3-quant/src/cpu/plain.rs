@@ -18,7 +18,7 @@ impl Kernel for Exact {
     const DIRECT: usize = 0;
     const MANY: usize = 0;
 
-    fn direct(_: &Matrix, _: Range<usize>, _: usize, _: &Blocked<Lanes>, _: &mut [f32]) -> bool {
+    fn direct(_: &Matrix, _: Range<usize>, _: &Blocked<Lanes>, _: &mut [f32]) -> bool {
         false
     }
     fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Lanes]) {
@@ -229,7 +229,7 @@ impl Kernel for Int8 {
     const DIRECT: usize = 0;
     const MANY: usize = 0;
 
-    fn direct(_: &Matrix, _: Range<usize>, _: usize, _: &Blocked<Ints>, _: &mut [f32]) -> bool {
+    fn direct(_: &Matrix, _: Range<usize>, _: &Blocked<Ints>, _: &mut [f32]) -> bool {
         false
     }
     fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Codes]) {

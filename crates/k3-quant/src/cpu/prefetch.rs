@@ -1,7 +1,6 @@
 //! Asking for weights before they are needed. Addresses may lie outside of any allocation.
 
 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-use std::ops::Range;
 
 use crate::{Matrix, MatrixData};
 
@@ -31,15 +30,6 @@ const AHEAD: usize = 1 << 14;
 pub(super) fn rows_ahead(w: &Matrix, count: usize) -> usize {
     let row = w.size_bytes() / w.rows().max(1);
     AHEAD.div_ceil(row.max(1)).next_multiple_of(count)
-}
-
-/// Asks for the first of `rows` with all they have, as much as is asked for ahead of the rows behind them.
-pub(super) fn fetch_first(w: &Matrix, rows: Range<usize>) {
-    let (codes, first) = (w.codes(), rows.start);
-    let count = rows_ahead(w, 1).min(rows.len());
-    let stride = codes.len() / w.rows().max(1);
-    fetch(codes.as_ptr().wrapping_add(first * stride), count * stride);
-    fetch_scales(w, first, count);
 }
 
 /// Asks for the scales of `rows` rows from `first` on, of a matrix that has them in blocks: too few at a time for the

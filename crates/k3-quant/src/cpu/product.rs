@@ -29,8 +29,7 @@ pub(super) trait Kernel {
 
     /// The unscaled products of `rows` with all of `x`, of which there are at most [`Self::DIRECT`] rows: `out` is
     /// `[rows, n]`. False if a row has scales that only [`Self::decode`] can read.
-    /// Rows before `end` are asked for ahead.
-    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Self::X>, out: &mut [f32]) -> bool;
+    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Self::X>, out: &mut [f32]) -> bool;
 
     /// Block `block` of a row.
     fn decode(w: &Matrix, row: usize, block: usize, out: &mut [Self::W]);
@@ -55,17 +54,13 @@ pub(super) fn product<K: Kernel>(w: &Matrix, rows: Range<usize>, x: &Blocked<K::
     }
     let mut buffers = Buffers { panel: Vec::new(), lanes: Vec::new(), sums: Vec::new() };
     let direct = n <= K::DIRECT;
-    #[cfg(target_arch = "x86_64")]
-    if direct {
-        super::prefetch::fetch_first(w, rows.clone());
-    }
-    let (mut first, end, mut rest) = (rows.start, rows.end, out);
-    while first < end {
-        let left = end - first;
+    let (mut first, mut rest) = (rows.start, out);
+    while first < rows.end {
+        let left = rows.end - first;
         let count = if direct && left >= FEW { K::MANY.min(left / FEW * FEW) } else { ROWS.min(left) };
         let (out, behind) = rest.split_at_mut(count * n);
         let rows = first..first + count;
-        if !direct || count < FEW || !K::direct(w, rows.clone(), end, x, out) {
+        if !direct || count < FEW || !K::direct(w, rows.clone(), x, out) {
             for token in (0..n).step_by(TOKENS) {
                 buffers.product::<K>(w, rows.clone(), x, token..n.min(token + TOKENS), out);
             }

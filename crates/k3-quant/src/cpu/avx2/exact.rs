@@ -22,20 +22,20 @@ impl Kernel for Exact {
     const DIRECT: usize = DIRECT;
     const MANY: usize = 64;
 
-    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
+    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
         // SAFETY: this type is named only where AVX2 and FMA have been found.
         unsafe {
             // The lookups of nibbles need registers of their own.
             let nibbles =
                 matches!(w.format(), WeightFormat::Mxfp4 | WeightFormat::Nvfp4 | WeightFormat::Int4);
             match x.n {
-                1 if nibbles => direct::<2, 1>(w, rows, end, x, out),
-                1 => direct::<4, 1>(w, rows, end, x, out),
-                2 if nibbles => direct::<1, 2>(w, rows, end, x, out),
-                2 => direct::<2, 2>(w, rows, end, x, out),
-                3 if nibbles => direct::<1, 3>(w, rows, end, x, out),
-                3 => direct::<2, 3>(w, rows, end, x, out),
-                _ => direct::<1, 4>(w, rows, end, x, out),
+                1 if nibbles => direct::<2, 1>(w, rows, x, out),
+                1 => direct::<4, 1>(w, rows, x, out),
+                2 if nibbles => direct::<1, 2>(w, rows, x, out),
+                2 => direct::<2, 2>(w, rows, x, out),
+                3 if nibbles => direct::<1, 3>(w, rows, x, out),
+                3 => direct::<2, 3>(w, rows, x, out),
+                _ => direct::<1, 4>(w, rows, x, out),
             }
         }
         true
@@ -307,15 +307,12 @@ fn scaled(step: Step, scales: [f32; 2]) -> Step {
 fn direct<const T: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
-    end: usize,
     x: &Blocked<Lanes>,
     out: &mut [f32],
 ) {
     debug_assert!(rows.len().is_multiple_of(GROUP));
-    let far = rows_ahead(w, GROUP);
+    let ahead = rows_ahead(w, GROUP);
     for (first, out) in rows.step_by(GROUP).zip(out.chunks_exact_mut(GROUP * N)) {
-        // What lies behind the end is perhaps another thread's to read.
-        let ahead = if first + far < end { far } else { 0 };
         fetch_scales(w, first + ahead, GROUP);
         with_steps!(w, first, GROUP, ahead, |step, last, fetch| {
             direct_rows::<GROUP, T, N>(w.cols(), x, step, last, fetch, out);

@@ -22,17 +22,17 @@ impl Kernel for Int8 {
     // One row whose scales are out of the ordinary makes all of them slow.
     const MANY: usize = 8;
 
-    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Ints>, out: &mut [f32]) -> bool {
+    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Ints>, out: &mut [f32]) -> bool {
         // SAFETY: this type is named only where AVX2 and FMA have been found.
         unsafe {
             if !fast_scales(w, rows.clone()) {
                 return false;
             }
             match x.n {
-                1 => direct::<4, 1>(w, rows, end, x, out),
-                2 => direct::<1, 2>(w, rows, end, x, out),
-                3 => direct::<1, 3>(w, rows, end, x, out),
-                _ => direct::<1, 4>(w, rows, end, x, out),
+                1 => direct::<4, 1>(w, rows, x, out),
+                2 => direct::<1, 2>(w, rows, x, out),
+                3 => direct::<1, 3>(w, rows, x, out),
+                _ => direct::<1, 4>(w, rows, x, out),
             }
         }
         true
@@ -256,15 +256,12 @@ fn e4m3_lanes(scales: [u8; 4]) -> __m256 {
 fn direct<const T: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
-    end: usize,
     x: &Blocked<Ints>,
     out: &mut [f32],
 ) {
     debug_assert!(rows.len().is_multiple_of(GROUP));
-    let far = rows_ahead(w, GROUP);
+    let ahead = rows_ahead(w, GROUP);
     for (first, out) in rows.step_by(GROUP).zip(out.chunks_exact_mut(GROUP * N)) {
-        // What lies behind the end is perhaps another thread's to read.
-        let ahead = if first + far < end { far } else { 0 };
         fetch_scales(w, first + ahead, GROUP);
         with_halves!(w, first, GROUP, ahead, |NARROW, whole, half, last, fetch| {
             direct_rows::<GROUP, T, N, NARROW>(whole, x, half, last, fetch, out);

@@ -21,17 +21,17 @@ impl Kernel for Exact {
     const DIRECT: usize = DIRECT;
     const MANY: usize = 64;
 
-    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
+    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Lanes>, out: &mut [f32]) -> bool {
         // SAFETY: this type is named only where the features have been found.
         unsafe {
             match x.n {
                 // The row of activations leaves the first-level cache while weights pass through it: eight rows of
                 // weights, which have registers enough here, bring it back half as often as four.
-                1 if matches!(w.data(), MatrixData::Bf16(_)) => direct::<8, 1>(w, rows, end, x, out),
-                1 => direct::<4, 1>(w, rows, end, x, out),
-                2 => direct::<4, 2>(w, rows, end, x, out),
-                3 => direct::<4, 3>(w, rows, end, x, out),
-                _ => direct::<4, 4>(w, rows, end, x, out),
+                1 if matches!(w.data(), MatrixData::Bf16(_)) => direct::<8, 1>(w, rows, x, out),
+                1 => direct::<4, 1>(w, rows, x, out),
+                2 => direct::<4, 2>(w, rows, x, out),
+                3 => direct::<4, 3>(w, rows, x, out),
+                _ => direct::<4, 4>(w, rows, x, out),
             }
         }
         true
@@ -241,15 +241,12 @@ fn look_up_two(tables: [__m512; 2], bytes: __m128i) -> [__m512; 2] {
 fn direct<const M: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
-    end: usize,
     x: &Blocked<Lanes>,
     out: &mut [f32],
 ) {
     debug_assert!(rows.len().is_multiple_of(M));
-    let far = rows_ahead(w, M);
+    let ahead = rows_ahead(w, M);
     for (first, out) in rows.step_by(M).zip(out.chunks_exact_mut(M * N)) {
-        // What lies behind the end is perhaps another thread's to read.
-        let ahead = if first + far < end { far } else { 0 };
         fetch_scales(w, first + ahead, M);
         with_steps!(w, first, M, ahead, |step, last, fetch| {
             direct_rows::<M, N>(w.cols(), x, step, last, fetch, out);

@@ -22,17 +22,17 @@ impl Kernel for Int8 {
     // One row whose scales are out of the ordinary makes all of them slow.
     const MANY: usize = 8;
 
-    fn direct(w: &Matrix, rows: Range<usize>, end: usize, x: &Blocked<Ints>, out: &mut [f32]) -> bool {
+    fn direct(w: &Matrix, rows: Range<usize>, x: &Blocked<Ints>, out: &mut [f32]) -> bool {
         // SAFETY: this type is named only where the features have been found.
         unsafe {
             if !fast_scales(w, rows.clone()) {
                 return false;
             }
             match x.n {
-                1 => direct::<4, 1>(w, rows, end, x, out),
-                2 => direct::<4, 2>(w, rows, end, x, out),
-                3 => direct::<4, 3>(w, rows, end, x, out),
-                _ => direct::<4, 4>(w, rows, end, x, out),
+                1 => direct::<4, 1>(w, rows, x, out),
+                2 => direct::<4, 2>(w, rows, x, out),
+                3 => direct::<4, 3>(w, rows, x, out),
+                _ => direct::<4, 4>(w, rows, x, out),
             }
         }
         true
@@ -271,15 +271,12 @@ fn e4m3_lanes(scales: [u8; 8]) -> __m512 {
 fn direct<const M: usize, const N: usize>(
     w: &Matrix,
     rows: Range<usize>,
-    end: usize,
     x: &Blocked<Ints>,
     out: &mut [f32],
 ) {
     debug_assert!(rows.len().is_multiple_of(M));
-    let far = rows_ahead(w, M);
+    let ahead = rows_ahead(w, M);
     for (first, out) in rows.step_by(M).zip(out.chunks_exact_mut(M * N)) {
-        // What lies behind the end is perhaps another thread's to read.
-        let ahead = if first + far < end { far } else { 0 };
         fetch_scales(w, first + ahead, M);
         with_blocks!(w, first, M, ahead, |PAIR, whole, block, last, fetch| {
             direct_rows::<M, N, PAIR>(whole, x, block, last, fetch, out);
