@@ -50,14 +50,15 @@ impl<'a> Pending<'a> {
         if let Ok(delivery) = self.receiver.try_recv() {
             return Ok(delivery);
         }
-        // Reads may be waiting for the buffers of work that is complete by now.
-        while self.shared.pool.has_parked() && self.shared.reclaim() {}
+        // Reads may be waiting for the buffers of work that is complete by now. One that is only slow needs none.
+        let reclaim = || while self.shared.pool.has_parked() && self.shared.reclaim() {};
+        reclaim();
         let begin = Instant::now();
         let _waiting = tracing::debug_span!(parent: &self.span, "wait").entered();
         let delivery = loop {
             match self.receiver.recv_timeout(PATIENCE) {
                 Err(RecvTimeoutError::Timeout) => {
-                    while self.shared.reclaim() {}
+                    reclaim();
                     // Work in flight ends by itself, and its buffers come back; those of a caller may not.
                     if self.shared.pool.is_idle() && !self.shared.awaits_work_in_flight() {
                         if let Ok(delivery) = self.receiver.try_recv() {
