@@ -135,7 +135,7 @@ pub(super) fn step(device: &Cpu, args: &KdaStep<'_, Cpu>, states: &mut [Sequence
             .map(move |((h, state), (_, out))| (first, h, state, out))
     });
     let nanoseconds = args.q.len() * heads * dim * dim / ELEMENTS;
-    let own = || Tokens::new(dim);
+    let own = || Tokens::new(TOKENS.min(args.q.len()), dim);
     device.threads.share_with(nanoseconds, tiles, own, |tokens, (first, h, state, mut out)| {
         for (chunk, out) in out.chunks_mut(TOKENS).enumerate() {
             tokens.run(device.vectors, args, first + chunk * TOKENS, h, state, out);
@@ -154,9 +154,10 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn new(dim: usize) -> Self {
-        let zeros = || vec![0.0; TOKENS * dim];
-        Self { alpha: zeros(), k: zeros(), q: zeros(), beta: vec![0.0; TOKENS] }
+    /// Room for `tokens`.
+    fn new(tokens: usize, dim: usize) -> Self {
+        let zeros = || vec![0.0; tokens * dim];
+        Self { alpha: zeros(), k: zeros(), q: zeros(), beta: vec![0.0; tokens] }
     }
 
     /// Rows `first..` of head `h`, one for each of `out`.

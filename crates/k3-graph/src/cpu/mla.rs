@@ -1,14 +1,14 @@
 //! Gated MLA in the absorbed form on the host, the same for prefill and decode.
 //!
-//! `docs/arithmetic.md` 6 in three steps for some rows at a time, each shared among threads: the queries of a head times its
-//! key weights; scores, softmax and weighted latents for queries that see the same keys; the latents of a head times its
-//! value weights. Weights are decoded once for all rows of a step, and latents are read once for all queries of a task.
+//! `docs/arithmetic.md` 6 for some rows at a time, shared among threads by heads. A tile takes its heads through three steps:
+//! queries times key weights; scores, softmax and weighted latents for queries that see the same keys; latents times value
+//! weights. Weights are read once for all rows of a step, and latents once for all queries that attend together.
 
 use std::ops::Range;
 
 use k3_format::{IndexerConfig, MlaConfig};
 use k3_quant::cpu::vector::Vectors;
-use k3_quant::{Matrix, Row as WeightRow};
+use k3_quant::{Matrix, Row as StoredRow, bf16};
 
 use super::index::Keys;
 use super::rows::{Rows, Strips};
@@ -19,28 +19,26 @@ use crate::device::{
 
 /// Keys whose weighted latents are summed before they join the total, by place among the attended keys.
 const KEY_BLOCK: usize = 64;
-/// Rows whose absorbed queries are in memory at once.
+/// Rows of a step: their absorbed queries are in memory at once.
 const STEP_ROWS: usize = 32;
-/// Rows of one head that attend together.
-const TASK_ROWS: usize = 32;
-/// Heads of one row that attend together.
-const TASK_HEADS: usize = 8;
-/// Scores of a task with several rows, at most.
-const TASK_SCORES: usize = 1 << 22;
-/// Weight rows that are decoded together: with a row of results they stay in the first-level cache.
-const WEIGHT_ROWS: usize = 12;
+/// Heads of a tile, at most.
+const TILE_HEADS: usize = 8;
+/// Scores of one head for several rows that attend together, at most.
+const GROUP_SCORES: usize = 1 << 22;
 /// Products that one thread adds in a nanosecond, about.
 const PRODUCTS: usize = 20;
 
-/// Heads of one row that attend together: as many as leave every thread some tasks.
+/// Heads of a row that attend together: as many as leave every thread some tiles, and four or eight if it can be, since
+/// products take four queries together.
 fn heads_together(heads: usize, threads: usize) -> usize {
-    (heads / (2 * threads)).clamp(1, TASK_HEADS)
+    let few = (heads / (2 * threads)).clamp(1, TILE_HEADS);
+    if few > 4 { few / 4 * 4 } else { few }
 }
 
-/// Bytes of each of so many threads that attends `keys`: the scores of a task.
+/// Bytes of each of so many threads that attends `keys`: the scores of what attends together.
 pub(super) fn score_bytes(keys: usize, heads: usize, threads: usize) -> u64 {
     let one_row = heads_together(heads, threads).saturating_mul(keys);
-    let several_rows = TASK_SCORES.min(TASK_ROWS.saturating_mul(keys));
+    let several_rows = GROUP_SCORES.min(STEP_ROWS.saturating_mul(keys));
     (one_row.max(several_rows) as u64).saturating_mul(size_of::<f32>() as u64)
 }
 
@@ -205,18 +203,20 @@ struct Step<'a> {
     rows: &'a [Row<'a>],
 }
 
-/// Queries that see the same keys.
-struct Task<'a> {
-    /// Places in [`Step::rows`].
-    rows: Range<usize>,
-    heads: Range<usize>,
-    /// A latent `[kv_lora]` for each of them, by row and head.
-    out: Vec<&'a mut [f32]>,
-}
-
-/// Room for one thread's tasks.
+/// Room for one thread's tiles.
 #[derive(Default)]
 struct Buffers {
+    /// Decoded weights, and the part of queries or outputs that goes with them.
+    weights: Vec<f32>,
+    block: Vec<f32>,
+    queries: Vec<f32>,
+    latents: Vec<f32>,
+    attention: Attention,
+}
+
+/// Room for queries that attend together.
+#[derive(Default)]
+struct Attention {
     latent_queries: Vec<f32>,
     extra_queries: Vec<f32>,
     scores: Vec<f32>,
@@ -243,39 +243,71 @@ fn zeros<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
 impl Step<'_> {
     fn run(&self, mut outputs: Vec<&mut [f32]>) {
         let (c, n) = (self.args.config, self.rows.len());
-        let rank = c.kv_lora_rank;
-        let weights = c.num_heads * rank * (n + 2) / PRODUCTS;
-
-        // `[heads, rows, kv_lora]`
-        let mut queries = vec![0.0; c.num_heads * n * rank];
-        let tiles = queries.chunks_exact_mut(n * rank).enumerate();
-        let own = || (Vec::new(), Vec::new());
-        self.device.threads.share_with(weights * c.qk_nope_head_dim, tiles, own, |(weights, q), (h, out)| {
-            self.absorb(h, weights, q, out);
-        });
-
-        let mut latents = vec![0.0; c.num_heads * n * rank];
-        let tasks = self.tasks(&mut latents);
+        let weights = (c.qk_nope_head_dim + c.v_head_dim) * c.kv_lora_rank * (n + 2);
         let keys: usize = self.rows.iter().map(Row::keys).sum();
-        let nanoseconds = keys * c.num_heads * (2 * rank + c.qk_rope_head_dim) / PRODUCTS;
-        self.device.threads.share_with(nanoseconds, tasks.into_iter(), Buffers::default, |buffers, task| {
-            self.task(&queries, buffers, task);
-        });
+        let cached = keys * (2 * c.kv_lora_rank + c.qk_rope_head_dim);
+        let nanoseconds = c.num_heads * (weights + cached) / PRODUCTS;
 
-        let strips = Strips::new(outputs.iter_mut().map(|out| &mut **out), |_| c.v_head_dim);
-        let tiles = latents.chunks_exact(n * rank).enumerate().zip(strips);
-        self.device.threads.share_with(
-            weights * c.v_head_dim,
-            tiles,
-            own,
-            |(weights, out), ((h, latents), (_, rows))| {
-                self.expand(h, latents, weights, out, rows);
-            },
-        );
+        let few = heads_together(c.num_heads, self.device.threads.count());
+        let groups = self.groups(few);
+        // Where many rows read a key once for all of them, a head needs no others beside it.
+        let heads = if groups.iter().all(|rows| rows.len() >= few) { 1 } else { few };
+        let tiles = Strips::new(outputs.iter_mut().map(|out| &mut **out), move |_| heads * c.v_head_dim);
+        self.device.threads.share_with(nanoseconds, tiles, Buffers::default, |buffers, (columns, out)| {
+            self.tile(columns.start / c.v_head_dim..columns.end / c.v_head_dim, &groups, buffers, out);
+        });
         for (row, out) in self.rows.iter().zip(outputs) {
             if row.lost {
                 out.fill(f32::NAN);
             }
+        }
+    }
+
+    /// Places in [`Step::rows`] of those that attend together: `few` at least that see the same keys, or one. Rows that attend
+    /// nothing are in none.
+    fn groups(&self, few: usize) -> Vec<Range<usize>> {
+        let mut groups = Vec::new();
+        let mut row = 0;
+        while row < self.rows.len() {
+            let most = (GROUP_SCORES / self.rows[row].keys().max(1)).clamp(1, STEP_ROWS);
+            let all = self.rows[row..].iter().take(most);
+            let same = all.take_while(|r| self.rows[row].goes_with(r)).count();
+            let group = row..row + if same >= few { same } else { 1 };
+            row = group.end;
+            if !self.rows[group.start].lost {
+                groups.push(group);
+            }
+        }
+        groups
+    }
+
+    /// All of some heads; `outputs` has their columns of every row.
+    fn tile(
+        &self,
+        heads: Range<usize>,
+        groups: &[Range<usize>],
+        buffers: &mut Buffers,
+        mut outputs: Vec<&mut [f32]>,
+    ) {
+        let Buffers { weights, block, queries, latents, attention } = buffers;
+        let (c, n) = (self.args.config, self.rows.len());
+        let a_head = n * c.kv_lora_rank;
+        // Both `[heads, rows, kv_lora]`.
+        let queries = zeros(queries, heads.len() * a_head);
+        for (h, queries) in heads.clone().zip(queries.chunks_exact_mut(a_head)) {
+            self.absorb(h, weights, block, queries);
+        }
+        let latents = zeros(latents, heads.len() * a_head);
+        for rows in groups {
+            let together = if rows.len() > 1 { 1 } else { heads.len() };
+            let parts = queries.chunks(together * a_head).zip(latents.chunks_mut(together * a_head));
+            for (first, (queries, latents)) in heads.clone().step_by(together).zip(parts) {
+                self.attend(rows.clone(), first..first + together, queries, attention, latents);
+            }
+        }
+        for (h, latents) in heads.zip(latents.chunks_exact(a_head)) {
+            let outputs = outputs.iter_mut().filter_map(|out| out.split_off_mut(..c.v_head_dim));
+            self.expand(h, latents, weights, block, outputs);
         }
     }
 
@@ -285,87 +317,68 @@ impl Step<'_> {
     }
 
     /// The queries of head `h` times its key weights: `[rows, kv_lora]`, zeros at first.
-    fn absorb(&self, h: usize, weights: &mut Vec<f32>, q: &mut Vec<f32>, out: &mut [f32]) {
+    fn absorb(&self, h: usize, weights: &mut Vec<f32>, block: &mut Vec<f32>, out: &mut [f32]) {
         let (c, vectors) = (self.args.config, self.device.vectors);
         let first = h * (c.qk_nope_head_dim + c.v_head_dim);
-        for keys in blocks(first..first + c.qk_nope_head_dim) {
-            let dims = keys.start - first..keys.end - first;
-            q.clear();
-            (0..self.rows.len()).for_each(|row| q.extend_from_slice(&self.query(row, h)[dims.clone()]));
-            vectors.add_products(q, &decoded(vectors, self.args.kv_b, keys, weights), out);
+        block.clear();
+        (0..self.rows.len())
+            .for_each(|row| block.extend_from_slice(&self.query(row, h)[..c.qk_nope_head_dim]));
+        match weight_rows(self.args.kv_b, first..first + c.qk_nope_head_dim, weights) {
+            WeightRows::Bf16(keys) => vectors.add_weight_products(block, &keys, out),
+            WeightRows::F32(keys) => vectors.add_products(block, &keys, out),
         }
     }
 
     /// The latents of head `h`, `[rows, kv_lora]`, times its value weights.
-    fn expand(
+    fn expand<'o>(
         &self,
         h: usize,
         latents: &[f32],
         weights: &mut Vec<f32>,
         block: &mut Vec<f32>,
-        mut out: Vec<&mut [f32]>,
+        out: impl Iterator<Item = &'o mut [f32]>,
     ) {
         let (c, vectors) = (self.args.config, self.device.vectors);
         let first = h * (c.qk_nope_head_dim + c.v_head_dim) + c.qk_nope_head_dim;
-        for values in blocks(first..first + c.v_head_dim) {
-            let dims = values.start - first..values.end - first;
-            let block = zeros(block, out.len() * dims.len());
-            let values = decoded(vectors, self.args.kv_b, values, weights);
-            vectors.dots(c.kv_lora_rank, latents, &values, block);
-            for (out, block) in out.iter_mut().zip(block.chunks_exact(dims.len())) {
-                out[dims.clone()].copy_from_slice(block);
-            }
+        let block = zeros(block, self.rows.len() * c.v_head_dim);
+        match weight_rows(self.args.kv_b, first..first + c.v_head_dim, weights) {
+            WeightRows::Bf16(values) => vectors.weight_dots(c.kv_lora_rank, latents, &values, block),
+            WeightRows::F32(values) => vectors.dots(c.kv_lora_rank, latents, &values, block),
         }
+        out.zip(block.chunks_exact(c.v_head_dim)).for_each(|(out, block)| out.copy_from_slice(block));
     }
 
-    /// `latents` is `[heads, rows, kv_lora]`.
-    fn tasks<'l>(&self, latents: &'l mut [f32]) -> Vec<Task<'l>> {
-        let (heads, n) = (self.args.config.num_heads, self.rows.len());
-        let mut latents: Vec<Option<&mut [f32]>> =
-            latents.chunks_exact_mut(self.args.config.kv_lora_rank).map(Some).collect();
-        let mut task = |rows: Range<usize>, heads: Range<usize>| {
-            let queries = rows.clone().flat_map(|row| heads.clone().map(move |h| h * n + row));
-            let out = queries.filter_map(|at| latents[at].take()).collect();
-            Task { rows, heads, out }
-        };
-        let few_heads = heads_together(heads, self.device.threads.count());
-        let mut tasks = Vec::new();
-        let mut row = 0;
-        while row < n {
-            let most = (TASK_SCORES / self.rows[row].keys().max(1)).clamp(1, TASK_ROWS);
-            let together =
-                self.rows[row..].iter().take(most).take_while(|r| self.rows[row].goes_with(r)).count();
-            let (rows, heads_together) =
-                if together >= few_heads { (row..row + together, 1) } else { (row..row + 1, few_heads) };
-            row = rows.end;
-            if !self.rows[rows.start].lost {
-                let heads = (0..heads).step_by(heads_together).map(|h| h..heads.min(h + heads_together));
-                tasks.extend(heads.map(|heads| task(rows.clone(), heads)));
-            }
-        }
-        tasks
-    }
-
-    fn task(&self, queries: &[f32], buffers: &mut Buffers, task: Task<'_>) {
+    /// `rows` attend with `heads`, whose `queries` and `latents` are `[heads, all rows, kv_lora]`.
+    fn attend(
+        &self,
+        rows: Range<usize>,
+        heads: Range<usize>,
+        queries: &[f32],
+        buffers: &mut Attention,
+        latents: &mut [f32],
+    ) {
         let (c, n) = (self.args.config, self.rows.len());
         let (rank, extra) = (c.kv_lora_rank, c.qk_rope_head_dim);
         let scale = (1.0 / (c.qk_head_dim() as f64).sqrt()) as f32;
         let vectors = self.device.vectors;
-        let (heads, m) = (task.heads.len(), task.out.len());
-        let rows = &self.rows[task.rows.clone()];
-        // Rows that go together are in order of position: the last sees all that any sees.
-        let Some(last) = rows.last() else { return };
-        let keys = last.keys();
+        // Places of the queries, by row and head.
+        let places: Vec<usize> =
+            rows.clone().flat_map(|row| (0..heads.len()).map(move |h| h * n + row)).collect();
+        let m = places.len();
 
         let (latent_queries, extra_queries) = (&mut buffers.latent_queries, &mut buffers.extra_queries);
         latent_queries.clear();
         extra_queries.clear();
-        for row in task.rows.clone() {
-            for h in task.heads.clone() {
-                latent_queries.extend_from_slice(&queries[(h * n + row) * rank..][..rank]);
+        places.iter().for_each(|at| latent_queries.extend_from_slice(&queries[at * rank..][..rank]));
+        for row in rows.clone() {
+            for h in heads.clone() {
                 extra_queries.extend_from_slice(&self.query(row, h)[c.qk_nope_head_dim..]);
             }
         }
+        let (heads, rows) = (heads.len(), &self.rows[rows]);
+        // Rows that go together are in order of position: the last sees all that any sees.
+        let Some(last) = rows.last() else { return };
+        let keys = last.keys();
 
         // `[m, keys]`
         let scores = zeros(&mut buffers.scores, m * keys);
@@ -412,31 +425,29 @@ impl Step<'_> {
                 i += together;
             }
         }
-        for (out, totals) in task.out.into_iter().zip(totals.chunks_exact(rank)) {
-            out.iter_mut().zip(totals).for_each(|(o, t)| *o = *t as f32);
+        for (at, totals) in places.into_iter().zip(totals.chunks_exact(rank)) {
+            latents[at * rank..][..rank].iter_mut().zip(totals).for_each(|(l, t)| *l = *t as f32);
         }
     }
 }
 
-/// `rows` in pieces of [`WEIGHT_ROWS`].
-fn blocks(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    rows.clone().step_by(WEIGHT_ROWS).map(move |first| first..rows.end.min(first + WEIGHT_ROWS))
+/// Rows of a matrix, as the products take them.
+enum WeightRows<'a> {
+    Bf16(Vec<&'a [bf16]>),
+    F32(Vec<&'a [f32]>),
 }
 
-/// Rows of `weight`, decoded into `buffer`.
-fn decoded<'b>(
-    vectors: Vectors,
-    weight: &Matrix,
-    rows: Range<usize>,
-    buffer: &'b mut Vec<f32>,
-) -> Vec<&'b [f32]> {
+/// Some rows of `weight`; those of other formats than BF16 are decoded into `buffer`.
+fn weight_rows<'a>(weight: &'a Matrix, rows: Range<usize>, buffer: &'a mut Vec<f32>) -> WeightRows<'a> {
+    let stored = rows.clone().map(|r| match weight.row(r) {
+        StoredRow::Bf16(row) => Some(row),
+        _ => None,
+    });
+    if let Some(rows) = stored.collect() {
+        return WeightRows::Bf16(rows);
+    }
     let width = weight.cols();
     buffer.resize(rows.len() * width, 0.0);
-    for (r, out) in rows.zip(buffer.chunks_exact_mut(width)) {
-        match weight.row(r) {
-            WeightRow::Bf16(row) => vectors.widen(row, out),
-            row => row.decode_f32(out),
-        }
-    }
-    buffer.chunks_exact(width).collect()
+    rows.zip(buffer.chunks_exact_mut(width)).for_each(|(r, out)| weight.row(r).decode_f32(out));
+    WeightRows::F32(buffer.chunks_exact(width).collect())
 }

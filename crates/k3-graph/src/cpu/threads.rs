@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::topology::default_threads;
 
 /// Nanoseconds of work below which a call stays on its own thread.
-const WORTH_SHARING: usize = 40_000;
+const WORTH_SHARING: usize = 30_000;
 /// How long a thread without work looks out for the ends of others' last tiles before it sleeps.
 const PATIENCE: Duration = Duration::from_micros(20);
 

@@ -273,24 +273,29 @@ impl Keys {
 
 #[test]
 fn latent_attention() {
-    agree!(mla(Bf16, &[1], Keys::NoSelection));
-    agree!(mla(Bf16, &[1, 70, 3], Keys::NoSelection));
-    agree!(mla(F32, &[5, 1, 1], Keys::NoSelection));
-    agree!(mla(Bf16, &[40, 33], Keys::EveryThird));
-    agree!(mla(Int8, &[5, 1, 1], Keys::NoSelection));
-    agree!(mla(Bf16, &[130, 64, 1, 200], Keys::NoSelection));
-    agree!(mla(Bf16, &[140, 1], Keys::EveryThird));
+    agree!(mla(Bf16, 3, &[1], Keys::NoSelection));
+    agree!(mla(Bf16, 3, &[1, 70, 3], Keys::NoSelection));
+    agree!(mla(F32, 3, &[5, 1, 1], Keys::NoSelection));
+    agree!(mla(Bf16, 3, &[40, 33], Keys::EveryThird));
+    agree!(mla(Int8, 3, &[5, 1, 1], Keys::NoSelection));
+    agree!(mla(Bf16, 3, &[130, 64, 1, 200], Keys::NoSelection));
+    agree!(mla(Bf16, 3, &[140, 1], Keys::EveryThird));
+    // Heads that go together, and a tile with fewer.
+    agree!(mla(Bf16, 19, &[1, 70, 3, 1], Keys::NoSelection));
+    agree!(mla(F32, 19, &[20, 2], Keys::EveryThird));
 }
 
 #[test]
 fn attending_all_keys_by_name_changes_no_bit() {
     fn check<D: Device<Selection = Selection>>(d: &D) {
         let calls = [1, 66, 1, 5];
-        let dense = bits(&mla(d, Bf16, &calls, Keys::NoSelection));
-        for keys in [Keys::All, Keys::Listed, Keys::Backwards] {
-            assert_eq!(bits(&mla(d, Bf16, &calls, keys)), dense);
+        for heads in [3, 19] {
+            let dense = bits(&mla(d, Bf16, heads, &calls, Keys::NoSelection));
+            for keys in [Keys::All, Keys::Listed, Keys::Backwards] {
+                assert_eq!(bits(&mla(d, Bf16, heads, &calls, keys)), dense);
+            }
+            assert_ne!(bits(&mla(d, Bf16, heads, &calls, Keys::EveryThird)), dense);
         }
-        assert_ne!(bits(&mla(d, Bf16, &calls, Keys::EveryThird)), dense);
     }
     check(&cpu());
     check(&Reference);
@@ -300,19 +305,20 @@ fn attending_all_keys_by_name_changes_no_bit() {
 fn mla<D: Device<Selection = Selection>>(
     d: &D,
     format: WeightFormat,
+    heads: usize,
     calls: &[usize],
     keys: Keys,
 ) -> Vec<f32> {
     let rng = &mut Lcg::new(13);
     let config = MlaConfig {
-        num_heads: 3,
+        num_heads: heads,
         q_lora_rank: 1,
         kv_lora_rank: 37,
         qk_nope_head_dim: 11,
         qk_rope_head_dim: 5,
         v_head_dim: 9,
     };
-    let (heads, latent, extra) = (config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim);
+    let (latent, extra) = (config.kv_lora_rank, config.qk_rope_head_dim);
     let kv_b_rows = heads * (config.qk_nope_head_dim + config.v_head_dim);
     let kv_b = d.load_linear(random_matrix(format, kv_b_rows, latent, rng)).unwrap();
     let gain = vector(d, rng, latent, 2.0);

@@ -11,12 +11,23 @@ mod indexer;
 mod lanes;
 mod products;
 
+use half::bf16;
+
 use super::InstructionSet;
 pub(super) use indexer::DOT_BLOCK;
 pub use indexer::IndexHeads;
 #[cfg(target_arch = "x86_64")]
 use lanes::{Avx2, Avx512};
 use lanes::{Lanes, Portable};
+
+/// Asks for all of `x`, which is needed soon.
+#[inline(always)]
+fn ask(x: &[f32]) {
+    #[cfg(target_arch = "x86_64")]
+    super::prefetch::fetch(x.as_ptr().cast(), size_of_val(x));
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = x;
+}
 
 /// Value channels that [`Vectors::delta_rule`] works on.
 pub const VALUE_LANES: usize = 32;
@@ -110,6 +121,16 @@ vector_loops! {
     /// # Panics
     /// If the lengths do not fit.
     products::add_products(a: &[f32], b: &[&[f32]], out: &mut [f32]);
+    /// As [`Vectors::dots`], with rows of a matrix of weights that are next to each other: those behind them are asked for.
+    ///
+    /// # Panics
+    /// If the lengths do not fit.
+    products::weight_dots(width: usize, a: &[f32], b: &[&[bf16]], out: &mut [f32]);
+    /// As [`Vectors::add_products`], with rows as [`Vectors::weight_dots`] takes them.
+    ///
+    /// # Panics
+    /// If the lengths do not fit.
+    products::add_weight_products(a: &[f32], b: &[&[bf16]], out: &mut [f32]);
     /// `y += a x`
     ///
     /// # Panics
@@ -168,9 +189,4 @@ vector_loops! {
     functions::decay(z: &[f32], bias: &[f32], rate: f64, lower_bound: f64, out: &mut [f32]);
     /// Softmax in place. The sum is taken in f64: 16 partial sums and a fixed tree.
     functions::softmax(x: &mut [f32]);
-    /// The values of bf16, exactly.
-    ///
-    /// # Panics
-    /// If the lengths differ.
-    functions::widen(x: &[half::bf16], out: &mut [f32]);
 }

@@ -1,8 +1,6 @@
 //! Loops in which an exponential is. Every step is one IEEE operation on f64 without a branch, so that compilers turn
 //! the loops into vector code and the bits are the same in any of it.
 
-use half::bf16;
-
 use super::Lanes;
 use crate::cpu::LANES;
 
@@ -153,10 +151,4 @@ pub(super) fn softmax<L: Lanes>(x: &mut [f32]) {
     }
     let scale = (1.0 / crate::cpu::tree::tree_sum(sums)) as f32;
     x.iter_mut().for_each(|x| *x *= scale);
-}
-
-#[inline(always)]
-pub(super) fn widen<L: Lanes>(x: &[bf16], out: &mut [f32]) {
-    assert_eq!(x.len(), out.len());
-    out.iter_mut().zip(x).for_each(|(out, x)| *out = f32::from_bits(u32::from(x.to_bits()) << 16));
 }

@@ -1,6 +1,9 @@
 //! 16 floats, in the registers of an instruction set.
 
+use half::bf16;
+
 use crate::cpu::LANES;
+use crate::cpu::tree::tree_sum;
 
 /// What the small products are written in. Every operation is that of IEEE 754 on each lane.
 pub(super) trait Lanes {
@@ -9,9 +12,13 @@ pub(super) trait Lanes {
     const MANY: bool = false;
     fn splat(x: f32) -> Self::Lanes;
     fn load(x: &[f32; LANES]) -> Self::Lanes;
+    fn widen(x: &[bf16; LANES]) -> Self::Lanes;
     fn store(x: Self::Lanes, out: &mut [f32; LANES]);
     fn add(a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     fn mul(a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
+
+    /// The sum of all, as [`tree_sum`].
+    fn sum(x: Self::Lanes) -> f32;
 
     /// `sum + a * b`, rounded twice.
     #[inline(always)]
@@ -34,6 +41,10 @@ impl Lanes for Portable {
         *x
     }
     #[inline(always)]
+    fn widen(x: &[bf16; LANES]) -> [f32; LANES] {
+        x.map(widened)
+    }
+    #[inline(always)]
     fn store(x: [f32; LANES], out: &mut [f32; LANES]) {
         *out = x;
     }
@@ -51,6 +62,16 @@ impl Lanes for Portable {
         }
         a
     }
+    #[inline(always)]
+    fn sum(x: [f32; LANES]) -> f32 {
+        tree_sum(x)
+    }
+}
+
+/// The value of `x`.
+#[inline(always)]
+pub(super) fn widened(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -61,11 +82,15 @@ pub(super) use x86::{Avx2, Avx512};
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m256, __m512, _mm256_add_ps, _mm256_loadu_ps, _mm256_mul_ps, _mm256_set1_ps, _mm256_storeu_ps,
-        _mm512_add_ps, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps, _mm512_storeu_ps,
+        __m256, __m512, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps,
+        _mm_movehl_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32,
+        _mm256_extractf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_set1_ps,
+        _mm256_slli_epi32, _mm256_storeu_ps, _mm512_add_ps, _mm512_castps512_ps256, _mm512_castsi512_ps,
+        _mm512_cvtepu16_epi32, _mm512_extractf32x8_ps, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps,
+        _mm512_slli_epi32, _mm512_storeu_ps,
     };
 
-    use super::{LANES, Lanes};
+    use super::{LANES, Lanes, bf16};
 
     pub(crate) struct Avx2;
 
@@ -82,6 +107,19 @@ mod x86 {
             let x = x.as_ptr();
             // SAFETY: AVX2 has been found; 16 floats are there to be read, at any alignment.
             unsafe { [_mm256_loadu_ps(x), _mm256_loadu_ps(x.add(LANES / 2))] }
+        }
+        #[inline(always)]
+        fn widen(x: &[bf16; LANES]) -> [__m256; 2] {
+            let x = x.as_ptr();
+            // SAFETY: AVX2 has been found; twice 16 bytes are there to be read, at any alignment.
+            unsafe {
+                let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(x.cast()));
+                let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(x.add(LANES / 2).cast()));
+                [
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+                ]
+            }
         }
         #[inline(always)]
         fn store(x: [__m256; 2], out: &mut [f32; LANES]) {
@@ -102,6 +140,16 @@ mod x86 {
             // SAFETY: AVX2 has been found, see the module.
             unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
         }
+        #[inline(always)]
+        fn sum(x: [__m256; 2]) -> f32 {
+            // SAFETY: AVX2 has been found, see the module.
+            unsafe {
+                let x = _mm256_add_ps(x[0], x[1]);
+                let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+                let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+                _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
+            }
+        }
     }
 
     pub(crate) struct Avx512;
@@ -120,6 +168,14 @@ mod x86 {
             unsafe { _mm512_loadu_ps(x.as_ptr()) }
         }
         #[inline(always)]
+        fn widen(x: &[bf16; LANES]) -> __m512 {
+            // SAFETY: AVX-512 F has been found; 32 bytes are there to be read, at any alignment.
+            unsafe {
+                let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+            }
+        }
+        #[inline(always)]
         fn store(x: __m512, out: &mut [f32; LANES]) {
             // SAFETY: AVX-512 F has been found; 16 floats are there to be written, at any alignment.
             unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) };
@@ -133,6 +189,11 @@ mod x86 {
         fn mul(a: __m512, b: __m512) -> __m512 {
             // SAFETY: AVX-512 F has been found, see the module.
             unsafe { _mm512_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        fn sum(x: __m512) -> f32 {
+            // SAFETY: AVX-512 F and DQ have been found, see the module.
+            Avx2::sum(unsafe { [_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x)] })
         }
     }
 }

@@ -1,56 +1,123 @@
 //! Small products among activations, and sums of fixed shape.
 
-use super::{DeltaToken, Lanes, VALUE_LANES};
+use half::bf16;
+
+use super::lanes::widened;
+use super::{DeltaToken, Lanes, VALUE_LANES, ask};
 use crate::cpu::LANES;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::prefetch::{LINE, fetch};
 use crate::cpu::tree::tree_sum;
+
+/// What is read from memory is asked for so many bytes before it is needed.
+const AHEAD: usize = 1 << 14;
+
+/// What an operand of a product is made of.
+trait Value: Copy + Default {
+    fn load<L: Lanes>(x: &[Self; LANES]) -> L::Lanes;
+    fn to_f32(self) -> f32;
+    /// Asks for the line [`AHEAD`] of `x`, where rows are next to each other.
+    fn ask_line(x: &[Self; LANES]);
+    /// Asks for `count` of the rows [`AHEAD`] of row `first`, where they can be anywhere.
+    fn ask_rows(rows: &[&[Self]], first: usize, count: usize);
+}
+
+/// Activations, such as the latents of keys.
+impl Value for f32 {
+    #[inline(always)]
+    fn load<L: Lanes>(x: &[f32; LANES]) -> L::Lanes {
+        L::load(x)
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn ask_line(_: &[f32; LANES]) {}
+    #[inline(always)]
+    fn ask_rows(rows: &[&[f32]], first: usize, count: usize) {
+        let ahead = (first + AHEAD / size_of_val(rows[first])).min(rows.len());
+        rows[ahead..rows.len().min(ahead + count)].iter().for_each(|row| ask(row));
+    }
+}
+
+/// Weights.
+impl Value for bf16 {
+    #[inline(always)]
+    fn load<L: Lanes>(x: &[bf16; LANES]) -> L::Lanes {
+        L::widen(x)
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        widened(self)
+    }
+    #[inline(always)]
+    fn ask_line(x: &[bf16; LANES]) {
+        #[cfg(target_arch = "x86_64")]
+        fetch(x.as_ptr().cast::<u8>().wrapping_add(AHEAD), LINE);
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = x;
+    }
+    #[inline(always)]
+    fn ask_rows(_: &[&[bf16]], _: usize, _: usize) {}
+}
 
 /// `x` and zeros behind it.
 #[inline(always)]
-fn padded(x: &[f32]) -> [f32; LANES] {
-    let mut out = [0.0; LANES];
+fn padded<V: Value>(x: &[V]) -> [V; LANES] {
+    let mut out = [V::default(); LANES];
     out[..x.len()].copy_from_slice(x);
     out
 }
 
 #[inline(always)]
-fn sum<L: Lanes>(x: L::Lanes) -> f32 {
-    let mut sums = [0.0; LANES];
-    L::store(x, &mut sums);
-    tree_sum(sums)
-}
-
-#[inline(always)]
 pub(super) fn dot<L: Lanes>(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    tile::<L, 1, 1>([a], [b])[0][0]
+    tile::<L, f32, 1, 1>([a], [b])[0][0]
 }
 
 /// The dots of `M` rows with `N` others of the same width.
 #[inline(always)]
-fn tile<L: Lanes, const M: usize, const N: usize>(a: [&[f32]; M], b: [&[f32]; N]) -> [[f32; N]; M] {
+fn tile<L: Lanes, V: Value, const M: usize, const N: usize>(a: [&[f32]; M], b: [&[V]; N]) -> [[f32; N]; M] {
     let mut sums = [[L::splat(0.0); N]; M];
     let (a_steps, b_steps) = (a.map(|a| a.as_chunks::<LANES>().0), b.map(|b| b.as_chunks::<LANES>().0));
     let steps = a_steps[0].len();
     let (a_steps, b_steps) = (a_steps.map(|a| &a[..steps]), b_steps.map(|b| &b[..steps]));
     for step in 0..steps {
-        let b = b_steps.map(|b| L::load(&b[step]));
+        // A line of bf16 is two steps.
+        if step % 2 == 0 {
+            for j in 0..N {
+                V::ask_line(&b_steps[j][step]);
+            }
+        }
+        // No closure: those are not compiled for the instruction set.
+        let mut loaded = [L::splat(0.0); N];
+        for j in 0..N {
+            loaded[j] = V::load::<L>(&b_steps[j][step]);
+        }
         for i in 0..M {
             let a = L::load(&a_steps[i][step]);
             for j in 0..N {
-                sums[i][j] = L::add_product(sums[i][j], a, b[j]);
+                sums[i][j] = L::add_product(sums[i][j], a, loaded[j]);
             }
         }
     }
     if a[0].len() > steps * LANES {
-        let b = b.map(|b| L::load(&padded(&b[steps * LANES..])));
-        for i in 0..M {
-            let a = L::load(&padded(&a[i][steps * LANES..]));
-            for j in 0..N {
-                sums[i][j] = L::add_product(sums[i][j], a, b[j]);
+        for j in 0..N {
+            let b = V::load::<L>(&padded(&b[j][steps * LANES..]));
+            for i in 0..M {
+                let a = L::load(&padded(&a[i][steps * LANES..]));
+                sums[i][j] = L::add_product(sums[i][j], a, b);
             }
         }
     }
-    sums.map(|sums| sums.map(|lanes| sum::<L>(lanes)))
+    let mut out = [[0.0; N]; M];
+    for i in 0..M {
+        for j in 0..N {
+            out[i][j] = L::sum(sums[i][j]);
+        }
+    }
+    out
 }
 
 /// Row `i` of `x [_, width]`.
@@ -61,6 +128,16 @@ fn row(x: &[f32], width: usize, i: usize) -> &[f32] {
 
 #[inline(always)]
 pub(super) fn dots<L: Lanes>(width: usize, a: &[f32], b: &[&[f32]], out: &mut [f32]) {
+    all_dots::<L, f32>(width, a, b, out);
+}
+
+#[inline(always)]
+pub(super) fn weight_dots<L: Lanes>(width: usize, a: &[f32], b: &[&[bf16]], out: &mut [f32]) {
+    all_dots::<L, bf16>(width, a, b, out);
+}
+
+#[inline(always)]
+fn all_dots<L: Lanes, V: Value>(width: usize, a: &[f32], b: &[&[V]], out: &mut [f32]) {
     if width == 0 {
         return out.fill(0.0);
     }
@@ -73,14 +150,17 @@ pub(super) fn dots<L: Lanes>(width: usize, a: &[f32], b: &[&[f32]], out: &mut [f
         if i + 4 <= m {
             let a = [0, 1, 2, 3].map(|k| row(a, width, i + k));
             while j < n {
+                if i == 0 {
+                    V::ask_rows(b, j, 2);
+                }
                 if j + 2 <= n {
-                    let sums = tile::<L, 4, 2>(a, [b[j], b[j + 1]]);
+                    let sums = tile::<L, V, 4, 2>(a, [b[j], b[j + 1]]);
                     for (k, sums) in sums.iter().enumerate() {
                         out[(i + k) * n + j..][..2].copy_from_slice(sums);
                     }
                     j += 2;
                 } else {
-                    let sums = tile::<L, 4, 1>(a, [b[j]]);
+                    let sums = tile::<L, V, 4, 1>(a, [b[j]]);
                     for (k, sums) in sums.iter().enumerate() {
                         out[(i + k) * n + j] = sums[0];
                     }
@@ -91,12 +171,15 @@ pub(super) fn dots<L: Lanes>(width: usize, a: &[f32], b: &[&[f32]], out: &mut [f
         } else {
             let a = [row(a, width, i)];
             while j < n {
+                if i == 0 {
+                    V::ask_rows(b, j, 4);
+                }
                 if j + 4 <= n {
-                    let sums = tile::<L, 1, 4>(a, [b[j], b[j + 1], b[j + 2], b[j + 3]]);
+                    let sums = tile::<L, V, 1, 4>(a, [b[j], b[j + 1], b[j + 2], b[j + 3]]);
                     out[i * n + j..][..4].copy_from_slice(&sums[0]);
                     j += 4;
                 } else {
-                    out[i * n + j] = tile::<L, 1, 1>(a, [b[j]])[0][0];
+                    out[i * n + j] = tile::<L, V, 1, 1>(a, [b[j]])[0][0];
                     j += 1;
                 }
             }
@@ -107,6 +190,16 @@ pub(super) fn dots<L: Lanes>(width: usize, a: &[f32], b: &[&[f32]], out: &mut [f
 
 #[inline(always)]
 pub(super) fn add_products<L: Lanes>(a: &[f32], b: &[&[f32]], out: &mut [f32]) {
+    add_all_products::<L, f32>(a, b, out);
+}
+
+#[inline(always)]
+pub(super) fn add_weight_products<L: Lanes>(a: &[f32], b: &[&[bf16]], out: &mut [f32]) {
+    add_all_products::<L, bf16>(a, b, out);
+}
+
+#[inline(always)]
+fn add_all_products<L: Lanes, V: Value>(a: &[f32], b: &[&[V]], out: &mut [f32]) {
     let depth = b.len();
     if depth == 0 || out.is_empty() {
         return;
@@ -118,31 +211,44 @@ pub(super) fn add_products<L: Lanes>(a: &[f32], b: &[&[f32]], out: &mut [f32]) {
     while i < m {
         if i + 4 <= m {
             let a = [0, 1, 2, 3].map(|k| row(a, depth, i + k));
-            add_row_products::<L, 4>(a, b, n, &mut out[i * n..(i + 4) * n]);
+            add_row_products::<L, V, 4>(a, b, n, 0, &mut out[i * n..(i + 4) * n]);
             i += 4;
         } else {
-            add_row_products::<L, 1>([row(a, depth, i)], b, n, &mut out[i * n..(i + 1) * n]);
+            let (a, out) = ([row(a, depth, i)], &mut out[i * n..(i + 1) * n]);
+            let mut c = 0;
+            // Long pieces of the rows, which come from memory for this row alone.
+            while L::MANY && c + 16 * LANES <= n {
+                add_column_products::<L, V, 1, 16>(a, b, n, c, out);
+                c += 16 * LANES;
+            }
+            add_row_products::<L, V, 1>(a, b, n, c, out);
             i += 1;
         }
     }
 }
 
+/// Columns from `c` on.
 #[inline(always)]
-fn add_row_products<L: Lanes, const M: usize>(a: [&[f32]; M], b: &[&[f32]], n: usize, out: &mut [f32]) {
-    let mut c = 0;
+fn add_row_products<L: Lanes, V: Value, const M: usize>(
+    a: [&[f32]; M],
+    b: &[&[V]],
+    n: usize,
+    mut c: usize,
+    out: &mut [f32],
+) {
     while c + 2 * LANES <= n {
-        add_column_products::<L, M, 2>(a, b, n, c, out);
+        add_column_products::<L, V, M, 2>(a, b, n, c, out);
         c += 2 * LANES;
     }
     if c + LANES <= n {
-        add_column_products::<L, M, 1>(a, b, n, c, out);
+        add_column_products::<L, V, M, 1>(a, b, n, c, out);
         c += LANES;
     }
     for c in c..n {
         for i in 0..M {
             let sum = &mut out[i * n + c];
             for (a, b) in a[i].iter().zip(b) {
-                *sum += a * b[c];
+                *sum += a * b[c].to_f32();
             }
         }
     }
@@ -150,9 +256,9 @@ fn add_row_products<L: Lanes, const M: usize>(a: [&[f32]; M], b: &[&[f32]], n: u
 
 /// 16 `N` columns from `c` on.
 #[inline(always)]
-fn add_column_products<L: Lanes, const M: usize, const N: usize>(
+fn add_column_products<L: Lanes, V: Value, const M: usize, const N: usize>(
     a: [&[f32]; M],
-    b: &[&[f32]],
+    b: &[&[V]],
     n: usize,
     c: usize,
     out: &mut [f32],
@@ -167,14 +273,13 @@ fn add_column_products<L: Lanes, const M: usize, const N: usize>(
     let a = a.map(|a| &a[..b.len()]);
     for (k, b) in b.iter().enumerate() {
         let (b, _) = b[c..][..N * LANES].as_chunks::<LANES>();
-        let mut loaded = [L::splat(0.0); N];
         for j in 0..N {
-            loaded[j] = L::load(&b[j]);
-        }
-        for i in 0..M {
-            let a = L::splat(a[i][k]);
-            for j in 0..N {
-                sums[i][j] = L::add_product(sums[i][j], a, loaded[j]);
+            if j % 2 == 0 {
+                V::ask_line(&b[j]);
+            }
+            let b = V::load::<L>(&b[j]);
+            for i in 0..M {
+                sums[i][j] = L::add_product(sums[i][j], L::splat(a[i][k]), b);
             }
         }
     }
