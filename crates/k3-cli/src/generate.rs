@@ -167,6 +167,11 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
 
     let context = ids.len().saturating_add(generate.max_tokens);
     let mut engine = snapshot.load(device, &generate.sampling, generate.max_tokens, context)?;
+    if args.trace.is_some() && snapshot.opened().is_some_and(Opened::is_mapped) {
+        tell(format_args!(
+            "note: --trace has nothing to write of mapped files, which the system reads; --store direct or buffered has\n"
+        ));
+    }
     if let Some(file) = &args.record_routing {
         engine.record_routing(file)?;
     }
