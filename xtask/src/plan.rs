@@ -99,6 +99,9 @@ enum DenseName {
     Int4,
 }
 
+/// Tokens of the prompt that is told of.
+const PROMPT: usize = 2048;
+
 /// A figure, and where it comes from.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Rate {
@@ -155,7 +158,7 @@ struct Times {
     seconds_per_token: f64,
     /// Reading takes longer than memory.
     bound_by_disk: bool,
-    /// Read for a prompt of 2,048 tokens, each expert at most once.
+    /// Read for a prompt of [`PROMPT`] tokens, each expert at most once.
     prompt_bytes: f64,
     prompt_seconds: f64,
 }
@@ -192,7 +195,10 @@ pub fn run(args: &Args) -> Result<()> {
         None => Machine::read().context("finding out what memory this machine has; name it with --ram")?,
     };
     let plan = plan(&model, &machine, args.context, args.chunk)?;
-    let report = report(&model, &plan, args.context, memory, disks);
+    let mut report = report(&model, &plan, args.context, memory, disks);
+    if plan.missing == 0 {
+        report.notes.extend(of_chunks(chunk(&model, args.chunk)));
+    }
     if args.json {
         say(format_args!("{}", serde_json::to_string_pretty(&report)?))
     } else {
@@ -275,11 +281,27 @@ fn report(model: &Model, plan: &MemoryPlan, context: u64, memory: Rate, disks: V
     }
 }
 
+/// Tokens of a prompt that are computed at once.
+fn chunk(model: &Model, asked: Option<usize>) -> usize {
+    let mut options = EngineOptions::default();
+    options.chunk_tokens = asked;
+    chunk_tokens(&model.config, &options, Cpu::VALUE_BYTES, LogitsWanted::Last)
+}
+
+/// What to think of the prompt's figures, which are those of one chunk, if it has several.
+fn of_chunks(chunk: usize) -> Option<String> {
+    let chunks = PROMPT.div_ceil(chunk);
+    (chunks > 1).then(|| {
+        format!(
+            "the prompt's figures are for all of it at once: {chunk} tokens at once are {chunks} chunks, each of which reads \
+             the experts that it needs, so it may take {chunks} times as much"
+        )
+    })
+}
+
 fn plan(model: &Model, machine: &Machine, context: u64, chunk: Option<usize>) -> Result<MemoryPlan> {
     let context = context.min(model.config.max_position_embeddings as u64);
-    let mut options = EngineOptions::default();
-    options.chunk_tokens = chunk;
-    let chunk = chunk_tokens(&model.config, &options, Cpu::VALUE_BYTES, LogitsWanted::Last);
+    let chunk = self::chunk(model, chunk);
     // As many threads as this machine would have.
     let needs = needs(&model.config, model.pinned, 1, context, chunk, &Cpu::new(0)?);
     Ok(MemoryPlan::new(machine, needs, model.sizes, None))
@@ -515,6 +537,15 @@ mod tests {
         check(0.1, "0.10 s");
         check(3.714, "3.71 s");
         check(454.4, "454 s");
+    }
+
+    #[test]
+    fn chunks_of_a_prompt_are_told() {
+        let model = released(ExpertsName::Mxfp4, DenseName::Bf16);
+        assert_eq!(of_chunks(chunk(&model, None)), None);
+        assert_eq!(of_chunks(chunk(&model, Some(PROMPT))), None);
+        let note = of_chunks(chunk(&model, Some(PROMPT - 1))).unwrap();
+        assert!(note.contains("2047 tokens at once are 2 chunks"), "{note}");
     }
 
     #[test]

@@ -18,8 +18,9 @@ use tracing::{Level, Subscriber};
 use tracing_subscriber::layer::{Context as LayerContext, Layer};
 use tracing_subscriber::registry::LookupSpan;
 
-/// What a trace begins with.
-const BEGIN: &str = "[\n";
+/// What a trace begins with, and no other list of JSON.
+const BEGIN: &str = r#"[
+{"name":"process_name","ph":"M","pid":1,"args":{"name":"k3"}}"#;
 
 /// Writes spans into a file.
 pub(crate) struct ChromeTrace {
@@ -32,7 +33,6 @@ pub(crate) struct Guard(Arc<Mutex<Out>>);
 
 struct Out {
     file: Box<dyn Write + Send>,
-    events: u64,
     /// Threads that have been named.
     threads: Vec<u64>,
     failed: Option<io::Error>,
@@ -60,22 +60,17 @@ impl ChromeTrace {
         Ok(Self::new(Box::new(BufWriter::new(file))))
     }
 
-    fn new(file: Box<dyn Write + Send>) -> (Self, Guard) {
-        let out =
-            Arc::new(Mutex::new(Out { file, events: 0, threads: Vec::new(), failed: None, ended: false }));
+    fn new(mut file: Box<dyn Write + Send>) -> (Self, Guard) {
+        let failed = file.write_all(BEGIN.as_bytes()).err();
+        let out = Arc::new(Mutex::new(Out { file, threads: Vec::new(), failed, ended: false }));
         (Self { out: out.clone(), start: Instant::now() }, Guard(out))
     }
 }
 
 impl Out {
     fn event(&mut self, json: std::fmt::Arguments<'_>) {
-        if self.ended {
-            return;
-        }
-        let begin = if self.events == 0 { BEGIN } else { ",\n" };
-        self.events += 1;
-        if self.failed.is_none() {
-            self.failed = write!(self.file, "{begin}{json}").err();
+        if !self.ended && self.failed.is_none() {
+            self.failed = write!(self.file, ",\n{json}").err();
         }
     }
 
@@ -93,10 +88,9 @@ impl Out {
 
     fn end(&mut self) -> io::Result<()> {
         self.ended = true;
-        let begin = if self.events == 0 { "[" } else { "" };
         match self.failed.take() {
             Some(error) => Err(error),
-            None => write!(self.file, "{begin}\n]\n").and_then(|()| self.file.flush()),
+            None => self.file.write_all(b"\n]\n").and_then(|()| self.file.flush()),
         }
     }
 }
@@ -240,7 +234,7 @@ mod tests {
         let end = begin + micros(fetch, "dur");
         let wait = complete[0];
         assert!((begin..=end).contains(&micros(wait, "ts")));
-        assert_eq!(events.iter().filter(|event| event["ph"] == "M").count(), 1);
+        assert_eq!(events.iter().filter(|event| event["ph"] == "M").count(), 2);
     }
 
     #[test]
@@ -256,11 +250,12 @@ mod tests {
         });
         let events: Vec<serde_json::Value> = serde_json::from_slice(&shared.0.lock().unwrap()).unwrap();
         let names: Vec<&serde_json::Value> = events.iter().map(|event| &event["name"]).collect();
-        assert_eq!(names, ["thread_name", "fetch"]);
+        assert_eq!(names, ["process_name", "thread_name", "fetch"]);
     }
 
     #[test]
     fn a_run_without_spans_is_an_empty_trace() {
-        assert!(trace(|| ()).is_empty());
+        let events = trace(|| ());
+        assert_eq!(events.iter().map(|event| &event["name"]).collect::<Vec<_>>(), ["process_name"]);
     }
 }

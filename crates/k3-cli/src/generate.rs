@@ -1,5 +1,6 @@
 //! `k3 generate`: a prompt or a chat request in, a reply out.
 
+use std::io;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
@@ -76,12 +77,20 @@ impl Args {
         ];
         for (at, (option, path)) in outputs.iter().enumerate() {
             for (other, another) in &outputs[..at] {
-                let is_shared = path.is_some() && path == another;
+                let is_shared =
+                    path.zip(*another).is_some_and(|(path, another)| place(path) == place(another));
                 ensure!(!is_shared, "{other} and {option} name the same file: each needs one of its own");
             }
         }
         Ok(self.trace.as_deref())
     }
+}
+
+/// Where a file is or will be, however its name is spelled.
+fn place(path: &Path) -> PathBuf {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let in_folder = || Ok(folder.canonicalize()?.join(path.file_name().unwrap_or_default()));
+    path.canonicalize().or_else(|_| in_folder()).unwrap_or_else(|_: io::Error| path.to_owned())
 }
 
 /// Heading in the help.
@@ -158,6 +167,11 @@ fn run_on<D: Device>(args: &Args, device: D) -> Result<()> {
 
     let context = ids.len().saturating_add(generate.max_tokens);
     let mut engine = snapshot.load(device, &generate.sampling, generate.max_tokens, context)?;
+    if args.trace.is_some() && snapshot.opened().is_some_and(Opened::is_mapped) {
+        tell(format_args!(
+            "note: --trace has nothing to write of mapped files, which the system reads; --store direct or buffered has\n"
+        ));
+    }
     if let Some(file) = &args.record_routing {
         engine.record_routing(file)?;
     }

@@ -52,14 +52,16 @@ fn outputs_replace_only_their_like() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();
     let (file, config) = (path("new"), path("config.json"));
-    std::fs::write(&config, "{}").unwrap();
+    // A trace begins with the first line of these, too.
+    const LIST: &str = "[\n  {}\n]\n";
+    std::fs::write(&config, LIST).unwrap();
     let fixed = ["generate", &model, "--ids", "5,6", "--max-tokens", "1", "--store", "buffered"];
     let check = |more: &[&str], expected: Result<(), &str>| {
         let output = k3(&[&fixed[..], more].concat());
         let told = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.success(), expected.is_ok(), "{more:?}: {told}");
         assert!(expected.err().is_none_or(|words| told.contains(words)), "{more:?}: {told}");
-        assert_eq!(std::fs::read(&config).unwrap(), b"{}", "{more:?}");
+        assert_eq!(std::fs::read_to_string(&config).unwrap(), LIST, "{more:?}");
     };
     for (option, refusal) in [
         ("--record-routing", "a file of another kind has this name"),
@@ -76,6 +78,10 @@ fn outputs_replace_only_their_like() {
     let same = Err("name the same file");
     check(&["--trace", &file, "--record-routing", &file, "--usage", "none"], same);
     check(&["--record-routing", &file, "--usage", &file], same);
+    // Neither is there yet, and the names differ.
+    let spelled = path("../") + dir.path().file_name().unwrap().to_str().unwrap() + "/./new";
+    check(&["--trace", &file, "--record-routing", &spelled, "--usage", "none"], same);
+    assert!(!std::fs::exists(&file).unwrap());
     check(&["--usage", &dir.path().display().to_string()], Err("is no file of uses of experts"));
 }
 

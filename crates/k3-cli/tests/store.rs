@@ -138,6 +138,10 @@ fn a_trace_has_every_fetch_and_read() {
     let names: Vec<&str> = threads.map(|event| event["args"]["name"].as_str().unwrap()).collect();
     assert!(names.contains(&"experts-0") && names.contains(&"main"), "{names:?}");
 
+    let empty = "--trace has nothing to write of mapped files";
+    assert!(!with.contains(empty));
+    assert!(told(&["--store", "mapped", "--trace", &file]).contains(empty));
+
     let (success, told) =
         run(Command::new(env!("CARGO_BIN_EXE_k3")), &["--trace", "/nonexistent/trace.json"]);
     assert!(!success && told.contains("writing a trace to /nonexistent/trace.json"), "{told}");

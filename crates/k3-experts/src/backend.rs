@@ -215,7 +215,7 @@ fn measure(
 
 /// Reads in flight on each of some drives: as many as asked for, if the budget has buffers for them.
 fn in_flight(plan: &MemoryPlan, drives: usize, asked: usize) -> usize {
-    let buffers = usize::try_from(plan.slots()).unwrap_or(usize::MAX);
+    let buffers = usize::try_from(plan.buffers()).unwrap_or(usize::MAX);
     asked.min(buffers / drives.max(1)).max(1)
 }
 

@@ -112,8 +112,14 @@ impl MemoryPlan {
         self.room.saturating_sub(self.needs.total()).saturating_sub(self.reserve)
     }
 
-    /// Experts that the budget has room for.
+    /// Experts that the budget has room for, and no more than there are.
     pub fn slots(&self) -> u64 {
+        let Geometry { layers, experts, .. } = self.sizes.geometry;
+        self.buffers().min((layers * experts) as u64)
+    }
+
+    /// Buffers that the budget has room for, for experts that stay and for those on their way.
+    pub(crate) fn buffers(&self) -> u64 {
         self.experts / self.sizes.slot_bytes.max(1)
     }
 

@@ -147,6 +147,15 @@ fn large_batches() {
     }
 }
 
+/// More weight rows than meet few rows of activations at once, and some that are left over.
+#[test]
+#[cfg_attr(miri, ignore = "too large")]
+fn few_rows_of_activations() {
+    for format in FORMATS {
+        check_bits(format, 141, 192, &[1, 2, 3, 4, 5]);
+    }
+}
+
 /// The error does not grow with the width of the released model.
 #[test]
 #[cfg_attr(miri, ignore = "too large")]

@@ -31,22 +31,22 @@ pub(super) struct Args {
     #[arg(long)]
     model: PathBuf,
     /// Tokens that are decoded and timed
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = count(1))]
     tokens: usize,
     /// Of these, tokens that each part takes before the next part does
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = count(1))]
     round: usize,
     /// Milliseconds of rest before each part: a drive may give more for a short time than it can keep up
-    #[arg(long, default_value_t = 800)]
+    #[arg(long, default_value_t = 800, value_parser = clap::value_parser!(u64).range(..=60_000))]
     rest: u64,
     /// Tokens before them, whose experts fill the slots
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 8, value_parser = count(0))]
     warm: usize,
     /// Hit rates at which decode is timed; each sets a budget. Without a value decode is not timed
     #[arg(long, value_delimiter = ',', num_args = 0.., default_value = "0,0.35,0.6", value_parser = share)]
     hit_rates: Vec<f64>,
     /// Tokens of a prompt that is timed as well; 0: none
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = count(0))]
     prefill: usize,
     /// Threads that compute; 0 takes one a core
     #[arg(long, default_value_t = 0)]
@@ -54,9 +54,9 @@ pub(super) struct Args {
     /// Reads in flight on a drive
     #[arg(long, default_value_t = 6)]
     reads_in_flight: usize,
-    /// Bytes a second that the drive gives at most, as if all shards were on one: 0 lets it give what it can. For a disk that
-    /// gives more for a while than it keeps up; less than it keeps up is the same in every part
-    #[arg(long, value_name = "BYTES", default_value = "0", value_parser = parse_rate)]
+    /// Bytes a second that the drive gives at most, as if all shards were on one, 1MB/s or more: 0 lets it give what it can.
+    /// For a disk that gives more for a while than it keeps up; less than it keeps up is the same in every part
+    #[arg(long, value_name = "BYTES", default_value = "0", value_parser = drive_rate, allow_hyphen_values = true)]
     drive_rate: u64,
     /// What the next layer's router is given early
     #[arg(long, value_enum, default_value_t)]
@@ -69,7 +69,7 @@ pub(super) struct Args {
     #[arg(long, value_delimiter = ',', default_value = "0,6")]
     guesses: Vec<usize>,
     /// Times that the prompt is measured; the median counts
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = count(1))]
     repeat: usize,
 }
 
@@ -89,6 +89,19 @@ struct Bench {
     reads_in_flight: usize,
 }
 
+/// A number of tokens or of times: not what a slip of the finger makes of it.
+fn count(least: usize) -> clap::builder::RangedU64ValueParser<usize> {
+    clap::builder::RangedU64ValueParser::new().range(least as u64..=1 << 20)
+}
+
+/// `--drive-rate`: 0, or a rate at which the end can be waited for.
+fn drive_rate(text: &str) -> Result<u64, String> {
+    const LEAST: u64 = 1_000_000;
+    let rate = parse_rate(text)?;
+    let is_possible = rate == 0 || rate >= LEAST;
+    is_possible.then_some(rate).ok_or_else(|| "expected 0, or 1MB/s or more: an expert has 17 MB".to_owned())
+}
+
 /// From 0 to 1.
 fn share(text: &str) -> Result<f64, String> {
     match text.parse() {
@@ -104,7 +117,6 @@ pub(super) fn run(args: &Args) -> Result<()> {
         !args.hit_rates.is_empty() || args.prefill > 0,
         "nothing is to be timed: name a hit rate or a prompt"
     );
-    ensure!(args.tokens > 0 && args.round > 0 && args.repeat > 0, "nothing is to be timed");
     ensure!(
         args.tokens.is_multiple_of(args.round),
         "rounds of {} tokens are no part of {}",

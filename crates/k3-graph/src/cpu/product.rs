@@ -263,3 +263,28 @@ fn gate_up(
     vectors.situ_glu(gate, up, caps.beta, caps.linear_beta);
     turn(gate, inner);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_take_every_row_and_shrink() {
+        for (rows, cols) in [(1, 1), (33, 64), (5000, 16), (3072, 512)] {
+            let weight = Matrix::bf16(rows, cols, vec![0; rows * cols * 2].into()).unwrap();
+            for (threads, n, behind) in [(1, 1, 0), (2, 4, 0), (2, 1, 1 << 30), (1024, 1, 0), (2, 5, 1 << 30)]
+            {
+                let width = tile_rows(threads, &weight, n, behind);
+                let mut y = Rows::zeros(n, rows);
+                let strips = Strips::new(y.rows_mut(), &width);
+                let tiles: Vec<Range<usize>> = strips.map(|(rows, _)| rows).collect();
+                let case =
+                    format!("[{rows}, {cols}], {threads} threads, {n} rows, {behind} behind: {tiles:?}");
+                assert!(tiles.iter().flat_map(Clone::clone).eq(0..rows), "{case}");
+                assert!(tiles.is_sorted_by(|one, next| one.len() >= next.len()), "{case}");
+                assert!(tiles.iter().all(|tile| tile.start.is_multiple_of(ROWS)), "{case}");
+                assert!(n <= READING || tiles.iter().all(|tile| tile.len() <= MOST_ROWS), "{case}");
+            }
+        }
+    }
+}

@@ -65,6 +65,14 @@ fn products() {
     agree!(linear(Int4, 9, 7, 192));
 }
 
+/// Matrices of many tiles, whose sizes follow from what is left: products that wait for weights, and one that does not.
+#[test]
+fn linear_layers_in_many_tiles() {
+    agree!(linear(Bf16, 1, 9001, 160));
+    agree!(linear(Nvfp4, 4, 9001, 176));
+    agree!(linear(Mxfp4, 5, 4001, 160));
+}
+
 fn linear<D: Device>(d: &D, format: WeightFormat, rows: usize, out: usize, cols: usize) -> Vec<f32> {
     let rng = &mut Lcg::new((out * cols) as u64);
     let weight = d.load_linear(random_matrix(format, out, cols, rng)).unwrap();
@@ -445,14 +453,15 @@ fn route<D: Device>(d: &D, rows: usize, experts: usize, k: usize, top_p: Option<
 #[test]
 fn routed_experts() {
     for format in [Mxfp4, Nvfp4, Bf16] {
-        agree!(experts(format));
+        agree!(experts(format, 64, 96));
+        // Many tiles.
+        agree!(experts(format, 256, 2080));
     }
 }
 
 /// Two experts into slots in no order, then their weighted sum; a slot that nobody writes counts as zero.
-fn experts<D: Device>(d: &D, format: WeightFormat) -> Vec<f32> {
+fn experts<D: Device>(d: &D, format: WeightFormat, latent: usize, inner: usize) -> Vec<f32> {
     let rng = &mut Lcg::new(17);
-    let (latent, inner) = (64, 96);
     let mut expert = |id| {
         let mut matrix = |rows, cols| random_matrix(format, rows, cols, rng);
         Expert { id, w1: matrix(inner, latent), w2: matrix(latent, inner), w3: matrix(inner, latent) }

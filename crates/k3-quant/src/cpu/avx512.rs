@@ -15,6 +15,7 @@ pub(super) use int8::Int8;
 
 /// Rows of activations up to which weights go from their stored form to registers.
 const DIRECT: usize = 4;
+
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn load(lanes: &Lanes) -> __m512 {
