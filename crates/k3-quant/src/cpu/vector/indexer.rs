@@ -1,6 +1,6 @@
 //! Scores of the Lightning Indexer in f32.
 
-use super::Lanes;
+use super::{Lanes, ask};
 use crate::cpu::LANES;
 
 /// Columns of a dot that are summed before they join the total.
@@ -8,6 +8,8 @@ pub(in crate::cpu) const DOT_BLOCK: usize = 32;
 /// Keys whose dots are worked out together, and where there are many registers.
 const KEYS: usize = 4;
 const MANY_KEYS: usize = 8;
+/// Steps of so many keys after which keys are needed that are asked for.
+const AHEAD: usize = 2;
 
 /// Queries of one row for [`super::Vectors::index_scores`].
 #[derive(Clone, Debug)]
@@ -70,16 +72,23 @@ fn step_scores<'a, L: Lanes, const K: usize>(
     first: usize,
     out: &mut [f32],
 ) -> usize {
+    let count = out.len();
     let (steps, rest) = out[first..].as_chunks_mut::<K>();
     for (step, out) in steps.iter_mut().enumerate() {
-        *out = keys_scores::<L, K>(heads, std::array::from_fn(|i| key(first + step * K + i)));
+        let keys_from = |at: usize| std::array::from_fn(|i| key((at + i).min(count - 1)));
+        let at = first + step * K;
+        *out = keys_scores::<L, K>(heads, keys_from(at), keys_from(at + AHEAD * K));
     }
     let left = rest.len();
-    out.len() - left
+    count - left
 }
 
 #[inline(always)]
-fn keys_scores<L: Lanes, const K: usize>(heads: &IndexHeads, keys: [&[f32]; K]) -> [f32; K] {
+fn keys_scores<L: Lanes, const K: usize>(
+    heads: &IndexHeads,
+    keys: [&[f32]; K],
+    mut ahead: [&[f32]; K],
+) -> [f32; K] {
     let mut out = [0.0; K];
     if heads.dim == 0 {
         return out;
@@ -89,22 +98,25 @@ fn keys_scores<L: Lanes, const K: usize>(heads: &IndexHeads, keys: [&[f32]; K]) 
         // Of heads that are not there nothing is added.
         if let [first, second] = weights {
             let (q, second_q) = q.split_at(heads.dim);
-            add_relu_dots::<L, K, 2>([q, second_q], [first, second], left, keys, &mut out);
+            add_relu_dots::<L, K, 2>([q, second_q], [first, second], left, keys, ahead, &mut out);
         } else if let [first] = weights {
-            add_relu_dots::<L, K, 1>([q], [first], left, keys, &mut out);
+            add_relu_dots::<L, K, 1>([q], [first], left, keys, ahead, &mut out);
         }
         left = left.saturating_sub(2 * LANES);
+        // Once is enough.
+        ahead = [&[]; K];
     }
     out
 }
 
-/// Of the heads, `left` are there.
+/// Of the heads, `left` are there. Keys `ahead` are asked for.
 #[inline(always)]
 fn add_relu_dots<L: Lanes, const K: usize, const V: usize>(
     q: [&[[f32; LANES]]; V],
     weights: [&[f32; LANES]; V],
     left: usize,
     keys: [&[f32]; K],
+    ahead: [&[f32]; K],
     out: &mut [f32; K],
 ) {
     let mut dots = [[L::splat(0.0); V]; K];
@@ -112,7 +124,9 @@ fn add_relu_dots<L: Lanes, const K: usize, const V: usize>(
         (q.map(|q| q.as_chunks::<DOT_BLOCK>()), keys.map(|key| key.as_chunks::<DOT_BLOCK>()));
     let blocks = key_blocks[0].0.len();
     let (whole_q, whole_keys) = (q_blocks.map(|q| &q.0[..blocks]), key_blocks.map(|key| &key.0[..blocks]));
+    let ahead = ahead.map(|key| key.as_chunks::<DOT_BLOCK>().0);
     for block in 0..blocks {
+        ahead.iter().filter_map(|key| key.get(block)).for_each(|key| ask(key));
         let (q, keys) = (whole_q.map(|q| q[block].as_slice()), whole_keys.map(|key| key[block].as_slice()));
         add_block::<L, K, V>(DOT_BLOCK, q, keys, &mut dots);
     }
@@ -123,11 +137,7 @@ fn add_relu_dots<L: Lanes, const K: usize, const V: usize>(
     let mut terms = [[[0.0; LANES]; V]; K];
     for k in 0..K {
         for v in 0..V {
-            L::store(dots[k][v], &mut terms[k][v]);
-            for (dot, weight) in terms[k][v].iter_mut().zip(weights[v]) {
-                // Not `max`: it would turn a NaN into 0 and hide it.
-                *dot = weight * if *dot < 0.0 { 0.0 } else { *dot };
-            }
+            L::store(L::mul(L::load(weights[v]), L::relu(dots[k][v])), &mut terms[k][v]);
         }
     }
     for v in 0..V {
@@ -159,11 +169,15 @@ fn add_block<L: Lanes, const K: usize, const V: usize>(
     let (q, keys) = (q.map(|q| &q[..len]), keys.map(|key| &key[..len]));
     let mut sums = [[L::splat(0.0); V]; K];
     for c in 0..len {
-        let q = q.map(|q| L::load(&q[c]));
+        // No closure: those are not compiled for the instruction set.
+        let mut loaded = [L::splat(0.0); V];
+        for v in 0..V {
+            loaded[v] = L::load(&q[v][c]);
+        }
         for k in 0..K {
             let key = L::splat(keys[k][c]);
             for v in 0..V {
-                sums[k][v] = L::add_product(sums[k][v], q[v], key);
+                sums[k][v] = L::add_product(sums[k][v], loaded[v], key);
             }
         }
     }

@@ -17,6 +17,8 @@ pub(super) trait Lanes {
     fn add(a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     fn mul(a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
 
+    /// 0 for what is below; NaN stays.
+    fn relu(x: Self::Lanes) -> Self::Lanes;
     /// The sum of all, as [`tree_sum`].
     fn sum(x: Self::Lanes) -> f32;
 
@@ -63,6 +65,11 @@ impl Lanes for Portable {
         a
     }
     #[inline(always)]
+    fn relu(x: [f32; LANES]) -> [f32; LANES] {
+        // Not `max`: it would turn a NaN into 0 and hide it.
+        x.map(|x| if x < 0.0 { 0.0 } else { x })
+    }
+    #[inline(always)]
     fn sum(x: [f32; LANES]) -> f32 {
         tree_sum(x)
     }
@@ -84,10 +91,11 @@ mod x86 {
     use std::arch::x86_64::{
         __m256, __m512, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps,
         _mm_movehl_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32,
-        _mm256_extractf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_set1_ps,
-        _mm256_slli_epi32, _mm256_storeu_ps, _mm512_add_ps, _mm512_castps512_ps256, _mm512_castsi512_ps,
-        _mm512_cvtepu16_epi32, _mm512_extractf32x8_ps, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps,
-        _mm512_slli_epi32, _mm512_storeu_ps,
+        _mm256_extractf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_mul_ps,
+        _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm512_add_ps,
+        _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cvtepu16_epi32, _mm512_extractf32x8_ps,
+        _mm512_loadu_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
+        _mm512_storeu_ps,
     };
 
     use super::{LANES, Lanes, bf16};
@@ -141,6 +149,14 @@ mod x86 {
             unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
         }
         #[inline(always)]
+        fn relu(x: [__m256; 2]) -> [__m256; 2] {
+            // SAFETY: AVX2 has been found, see the module. Of NaN and zeros the second operand is taken.
+            unsafe {
+                let zero = _mm256_setzero_ps();
+                [_mm256_max_ps(zero, x[0]), _mm256_max_ps(zero, x[1])]
+            }
+        }
+        #[inline(always)]
         fn sum(x: [__m256; 2]) -> f32 {
             // SAFETY: AVX2 has been found, see the module.
             unsafe {
@@ -189,6 +205,11 @@ mod x86 {
         fn mul(a: __m512, b: __m512) -> __m512 {
             // SAFETY: AVX-512 F has been found, see the module.
             unsafe { _mm512_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        fn relu(x: __m512) -> __m512 {
+            // SAFETY: AVX-512 F has been found, see the module. Of NaN and zeros the second operand is taken.
+            unsafe { _mm512_max_ps(_mm512_setzero_ps(), x) }
         }
         #[inline(always)]
         fn sum(x: __m512) -> f32 {
