@@ -35,6 +35,8 @@ mod plain;
 mod prefetch;
 pub mod probe;
 mod product;
+#[cfg(target_arch = "x86_64")]
+mod tables;
 mod tree;
 pub mod vector;
 

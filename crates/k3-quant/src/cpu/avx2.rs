@@ -8,6 +8,7 @@ mod int8;
 use std::arch::x86_64::*;
 
 use super::activations::Lanes;
+use super::vector::{Avx2, Lanes as _};
 use super::{LANES, plain};
 
 pub(super) use exact::Exact;
@@ -44,10 +45,7 @@ fn store(lanes: &mut Lanes, values: [__m256; 2]) {
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn tree_sum(lanes: Pair) -> f32 {
-    let v = _mm256_add_ps(lanes[0], lanes[1]);
-    let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-    let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-    _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+    Avx2::sum(lanes)
 }
 
 /// A table of 16 bytes in both halves of a register, as byte shuffles want it.

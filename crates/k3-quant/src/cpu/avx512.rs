@@ -8,6 +8,7 @@ mod int8;
 use std::arch::x86_64::*;
 
 use super::activations::Lanes;
+use super::vector::{Avx512, Lanes as _};
 use super::{LANES, plain};
 
 pub(super) use exact::Exact;
@@ -47,10 +48,7 @@ fn two_scales(first: f32, second: f32) -> __m512 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 fn tree_sum(v: __m512) -> f32 {
-    let v = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
-    let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-    let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-    _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+    Avx512::sum(v)
 }
 
 /// [`tree_sum`] of 4 rows of lanes.

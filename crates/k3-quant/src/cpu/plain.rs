@@ -165,7 +165,7 @@ pub fn kernel_code_value(code: E2M1) -> f32 {
 
 /// The value of a bf16. Unlike `bf16::to_f32` it does not quiet NaNs, and so compiles to a shift.
 #[inline(always)]
-fn widen(w: bf16) -> f32 {
+pub(super) fn widen(w: bf16) -> f32 {
     f32::from_bits(u32::from(w.to_bits()) << 16)
 }
 

@@ -16,9 +16,10 @@ use half::bf16;
 use super::InstructionSet;
 pub(super) use indexer::DOT_BLOCK;
 pub use indexer::IndexHeads;
+pub(super) use lanes::Lanes;
+use lanes::Portable;
 #[cfg(target_arch = "x86_64")]
-use lanes::{Avx2, Avx512};
-use lanes::{Lanes, Portable};
+pub(super) use lanes::{Avx2, Avx512};
 
 /// Asks for all of `x`, which is needed soon.
 #[inline(always)]

@@ -11,7 +11,8 @@ use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
 use crate::cpu::prefetch::{SHORT_ROW, fetch, fetch_scales, rows_ahead};
 use crate::cpu::product::{FOLDED, Kernel, rescale_exact};
-use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Scales, WeightFormat, int4_value};
+use crate::cpu::tables;
+use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Scales, WeightFormat};
 
 /// Exact products. Named only where AVX2 and FMA have been found.
 pub(in crate::cpu) struct Exact;
@@ -90,26 +91,12 @@ static MXFP4_HALVES: [Halves; 256] = {
     let mut all = [E2M1_HALVES; 256];
     let mut byte = 0;
     while byte < 256 {
-        let scale = E8M0(byte as u8).to_f32() / FOLDED;
-        let (mut values, mut code) = (E2M1::VALUES, 0);
-        while code < 16 {
-            values[code] *= scale;
-            code += 1;
-        }
-        all[byte] = Halves::of(values);
+        all[byte] = Halves::of(tables::e2m1(E8M0(byte as u8).to_f32() / FOLDED));
         byte += 1;
     }
     all
 };
-static INT4_HALVES: Halves = Halves::of({
-    let mut values = [0.0; 16];
-    let mut nibble = 0;
-    while nibble < 16 {
-        values[nibble] = int4_value(nibble as u8);
-        nibble += 1;
-    }
-    values
-});
+static INT4_HALVES: Halves = Halves::of(tables::INT4);
 
 /// Runs `$body` with three functions of a matrix format, for `$count` rows from `$first` on: `$step(m, i)`, the
 /// weights of step `i` of the `m`th of these rows, which the row must have as a whole; `$last(m)`, those of the step at its
@@ -170,13 +157,13 @@ macro_rules! with_steps {
                     // SAFETY: each row has `whole` blocks of a step each.
                     let E8M0(scale) = unsafe { *scale.get_unchecked(m * whole + i) };
                     // SAFETY: a step has 16 bytes.
-                    unsafe { look_up(tables(&MXFP4_HALVES[usize::from(scale)]), at) }
+                    unsafe { look_up(registers(&MXFP4_HALVES[usize::from(scale)]), at) }
                 })
             }
             MatrixData::Nvfp4 { packed, scale, .. } => {
                 let blocks = cols / 16;
                 let scale: &[E4M3] = bytemuck::cast_slice(&scale[first * blocks..(first + count) * blocks]);
-                let tables = tables(&E2M1_HALVES);
+                let tables = registers(&E2M1_HALVES);
                 rows_of!(packed, cols / 2, LANES, |at: *const u8, whole: bool, m, i| {
                     let value = |b: usize| {
                         // SAFETY: the row has this block.
@@ -190,7 +177,7 @@ macro_rules! with_steps {
             }
             MatrixData::Int4 { packed, scale } => {
                 let groups = whole / 2;
-                let tables = tables(&INT4_HALVES);
+                let tables = registers(&INT4_HALVES);
                 macro_rules! with_scales {
                     ($type:ty, $bytes:ident, $widen:expr) => {{
                         let scale = &$bytes[first * groups * size_of::<$type>()..];
@@ -270,7 +257,7 @@ unsafe fn integers(at: *const u8) -> Step {
 
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn tables(halves: &Halves) -> [__m256i; 2] {
+fn registers(halves: &Halves) -> [__m256i; 2] {
     [table(&halves.low), table(&halves.high)]
 }
 

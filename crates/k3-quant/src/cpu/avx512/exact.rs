@@ -10,7 +10,8 @@ use crate::cpu::STEP;
 use crate::cpu::activations::{Blocked, Lanes, Unit};
 use crate::cpu::prefetch::{LINE, SHORT_ROW, fetch, fetch_scales, rows_ahead};
 use crate::cpu::product::{FOLDED, Kernel, rescale_exact};
-use crate::{E2M1, E4M3, E8M0, Matrix, MatrixData, Scales, WeightFormat, int4_value};
+use crate::cpu::tables;
+use crate::{E4M3, E8M0, Matrix, MatrixData, Scales, WeightFormat};
 
 /// Exact products. Named only where the features of [`crate::cpu::InstructionSet::Avx512`] have been found.
 pub(in crate::cpu) struct Exact;
@@ -61,15 +62,7 @@ const FETCH: usize = 4;
 #[repr(C, align(64))]
 struct Table([f32; LANES]);
 
-static INTS: Table = {
-    let mut values = [0.0; LANES];
-    let mut nibble = 0;
-    while nibble < LANES {
-        values[nibble] = int4_value(nibble as u8);
-        nibble += 1;
-    }
-    Table(values)
-};
+static INTS: Table = Table(tables::INT4);
 
 /// A table of E2M1 for each value of a block scale. A matrix has few of them, which stay in the first-level cache; to load
 /// one takes nothing from the multipliers, which would bind before the memory does.
@@ -79,12 +72,7 @@ macro_rules! scaled_tables {
             let mut tables = [Table([0.0; LANES]); 256];
             let mut byte = 0;
             while byte < 256 {
-                let scale = $scale(byte as u8).to_f32() / $divisor;
-                let mut code = 0;
-                while code < LANES {
-                    tables[byte].0[code] = E2M1::VALUES[code] * scale;
-                    code += 1;
-                }
+                tables[byte] = Table(tables::e2m1($scale(byte as u8).to_f32() / $divisor));
                 byte += 1;
             }
             tables

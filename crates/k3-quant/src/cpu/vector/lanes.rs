@@ -3,10 +3,11 @@
 use half::bf16;
 
 use crate::cpu::LANES;
+use crate::cpu::plain::widen;
 use crate::cpu::tree::tree_sum;
 
 /// What the small products are written in. Every operation is that of IEEE 754 on each lane.
-pub(super) trait Lanes {
+pub(in crate::cpu) trait Lanes {
     type Lanes: Copy;
     /// Whether some two dozen of these fit the registers.
     const MANY: bool = false;
@@ -44,7 +45,7 @@ impl Lanes for Portable {
     }
     #[inline(always)]
     fn widen(x: &[bf16; LANES]) -> [f32; LANES] {
-        x.map(widened)
+        x.map(widen)
     }
     #[inline(always)]
     fn store(x: [f32; LANES], out: &mut [f32; LANES]) {
@@ -75,14 +76,8 @@ impl Lanes for Portable {
     }
 }
 
-/// The value of `x`.
-#[inline(always)]
-pub(super) fn widened(x: bf16) -> f32 {
-    f32::from_bits(u32::from(x.to_bits()) << 16)
-}
-
 #[cfg(target_arch = "x86_64")]
-pub(super) use x86::{Avx2, Avx512};
+pub(in crate::cpu) use x86::{Avx2, Avx512};
 
 /// Only [`super::Vectors`] names these types, in functions that are compiled for the instruction set and are called
 /// where it was found.

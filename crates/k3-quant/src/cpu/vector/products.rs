@@ -2,9 +2,9 @@
 
 use half::bf16;
 
-use super::lanes::widened;
 use super::{DeltaToken, Lanes, VALUE_LANES, ask};
 use crate::cpu::LANES;
+use crate::cpu::plain::widen;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::prefetch::{LINE, fetch};
 use crate::cpu::tree::tree_sum;
@@ -49,7 +49,7 @@ impl Value for bf16 {
     }
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        widened(self)
+        widen(self)
     }
     #[inline(always)]
     fn ask_line(x: &[bf16; LANES]) {
